@@ -1,0 +1,1 @@
+"""One file a stage: contract and maths first, kernels, then the host wrapper."""

@@ -1,0 +1,1 @@
+"""A small, really trained MLA target and block drafter, and their NumPy forward."""

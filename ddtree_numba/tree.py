@@ -1,0 +1,361 @@
+"""DraftTree: the arrays that describe a batch of draft trees, and ways to look at them.
+
+A row is a node. Row 0 is the root (the bonus token of the last round), the others are
+drafted tokens in the order in which best-first search selects them, so that a parent
+always stands before its children and a sibling before the less likely one.
+
+Worked example (``cat .6, dog .3`` after "The"; ``sat .8`` after either)::
+
+    row            0 The  1 cat  2 sat  3 dog  4 sat
+    parents          -1      0      1      0      3
+    depths            0      1      2      1      2
+    next_token        1      2     -1      4     -1     first child
+    next_sibling     -1      3     -1     -1     -1
+    visibility    10000  11000  11100  10010  10011     bit j: j is the row or above it
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+WORD_BITS = 32
+
+
+def n_words(n_rows: int) -> int:
+    """Number of uint32 words that hold a bit for each of `n_rows` rows."""
+    return -(-n_rows // WORD_BITS)
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """A batch of B draft trees with N rows each, padded; all arrays on one device.
+
+    Attributes
+    ----------
+    token_ids : int32 [B, N]
+        Token of each row; row 0 is the root; padding -1.
+    parents : int32 [B, N]
+        Parent row, always lower than the row; root and padding -1.
+    depths : int32 [B, N]
+        Root 0; padding -1.
+    next_token : int32 [B, N]
+        First child's row, or -1.
+    next_sibling : int32 [B, N]
+        Next sibling's row, or -1.
+    log_probs : float32 [B, N]
+        Log-probability of the path from the root (natural logarithm); root 0; padding
+        -inf.
+    visibility : uint32 [B, N, ceil(N/32)]
+        Bit j of row i: j is i or an ancestor of i. Padding rows 0.
+    n_rows : int32 [B]
+        Live rows, 1 … N.
+    """
+
+    token_ids: Any
+    parents: Any
+    depths: Any
+    next_token: Any
+    next_sibling: Any
+    log_probs: Any
+    visibility: Any
+    n_rows: Any
+
+    @classmethod
+    def from_parents(
+        cls,
+        parents: Any,
+        token_ids: Any = None,
+        log_probs: Any = None,
+        n_rows: Any = None,
+    ) -> DraftTree:
+        """Complete a tree from parent rows alone, on the host.
+
+        Parameters
+        ----------
+        parents : int [N] or [B, N]
+            Parent rows; -1 for the root and for padding.
+        token_ids : int, same shape, optional
+            Tokens; the row numbers if omitted.
+        log_probs : float, same shape, optional
+            Path log-probabilities; 0 if omitted.
+        n_rows : int [B], optional
+            Live rows; all of them if omitted.
+
+        Raises
+        ------
+        ValueError
+            If a parent does not stand before its child.
+        """
+        parents = np.atleast_2d(np.asarray(parents, np.int32)).copy()
+        batch, n = parents.shape
+        live = np.full(batch, n, np.int32) if n_rows is None else n_rows
+        live = np.asarray(live, np.int32).reshape(batch)
+        tokens = np.arange(n) if token_ids is None else np.asarray(token_ids)
+        scores = np.zeros(n) if log_probs is None else np.asarray(log_probs)
+        tree = cls(
+            token_ids=np.broadcast_to(tokens, (batch, n)).astype(np.int32),
+            parents=parents,
+            depths=np.full((batch, n), -1, np.int32),
+            next_token=np.full((batch, n), -1, np.int32),
+            next_sibling=np.full((batch, n), -1, np.int32),
+            log_probs=np.broadcast_to(scores, (batch, n)).astype(np.float32),
+            visibility=np.zeros((batch, n, n_words(n)), np.uint32),
+            n_rows=live,
+        )
+        for b in range(batch):
+            tree._complete(b)
+        tree.validate()
+        return tree
+
+    def _complete(self, b: int) -> None:
+        """Fill everything that follows from request b's parents."""
+        live = self.n_rows[b]
+        self.token_ids[b, live:] = -1
+        self.parents[b, live:] = -1
+        self.log_probs[b, live:] = -np.inf
+        last_child = np.full(live, -1)
+        for i in range(live):
+            parent = self.parents[b, i]
+            self.visibility[b, i, i // WORD_BITS] |= np.uint32(1 << i % WORD_BITS)
+            if i == 0:
+                self.depths[b, 0] = 0
+                continue
+            if not 0 <= parent < i:
+                raise ValueError(
+                    f"request {b}, row {i}: parent {parent}; expected 0 … {i - 1}"
+                )
+            self.depths[b, i] = self.depths[b, parent] + 1
+            self.visibility[b, i] |= self.visibility[b, parent]
+            before = last_child[parent]
+            if before < 0:
+                self.next_token[b, parent] = i
+            else:
+                self.next_sibling[b, before] = i
+            last_child[parent] = i
+
+    # ------------------------------------------------------------------ whole batch
+
+    @property
+    def batch(self) -> int:
+        """B, the number of requests."""
+        return self.token_ids.shape[0]
+
+    @property
+    def max_rows(self) -> int:
+        """N, the rows of each request including the root and padding."""
+        return self.token_ids.shape[1]
+
+    def to_host(self) -> DraftTree:
+        """The same tree in NumPy arrays (itself if it is there already)."""
+        return DraftTree(**{name: _to_numpy(x) for name, x in self._fields()})
+
+    def _fields(self) -> Iterator[tuple[str, Any]]:
+        for field in dataclasses.fields(self):
+            yield field.name, getattr(self, field.name)
+
+    def positions(self, prefix_lens: Any) -> np.ndarray:
+        """Sequence position of each row, ``prefix_lens[b] + depth``.
+
+        Siblings share a position: it is what rotary embeddings need, while the KV cache
+        row of row i is ``prefix_lens[b] + i``.
+
+        Returns
+        -------
+        int32 [B, N]
+            Padding rows -1.
+        """
+        depths = _to_numpy(self.depths)
+        prefix = np.asarray(prefix_lens, np.int32).reshape(-1, 1)
+        return np.where(depths < 0, np.int32(-1), prefix + depths)
+
+    def validate(self) -> None:
+        """Check every invariant of the contract.
+
+        Raises
+        ------
+        ValueError, TypeError
+            Naming the field, the request and the row that break one.
+        """
+        host = self.to_host()
+        host._validate_arrays()
+        for b in range(host.batch):
+            host._validate_request(b)
+
+    def _validate_arrays(self) -> None:
+        batch, n = np.shape(self.token_ids)
+        shapes: dict[str, tuple] = {name: (batch, n) for name, _ in self._fields()}
+        shapes |= {"visibility": (batch, n, n_words(n)), "n_rows": (batch,)}
+        dtypes = {"log_probs": np.float32, "visibility": np.uint32}
+        for name, x in self._fields():
+            if x.shape != shapes[name]:
+                raise ValueError(f"{name} has shape {x.shape}; expected {shapes[name]}")
+            dtype = np.dtype(dtypes.get(name, np.int32))
+            if x.dtype != dtype:
+                raise TypeError(f"{name} has dtype {x.dtype}; expected {dtype}")
+
+    def _validate_request(self, b: int) -> None:
+        live, n = int(self.n_rows[b]), self.max_rows
+        if not 1 <= live <= n:
+            raise ValueError(f"request {b}: n_rows {live}; expected 1 … {n}")
+        root = (self.parents[b, 0], self.depths[b, 0], self.next_sibling[b, 0])
+        if root != (-1, 0, -1):
+            raise ValueError(f"request {b}: row 0 is no root (parent, depth, sibling "
+                             f"{tuple(map(int, root))}; expected (-1, 0, -1))")
+        children: list[list[int]] = [[] for _ in range(live)]
+        for i in range(1, live):
+            parent = int(self.parents[b, i])
+            if not 0 <= parent < i:
+                raise ValueError(f"request {b}, row {i}: parents {parent}; "
+                                 f"expected 0 … {i - 1}")
+            children[parent].append(i)
+            self._expect(b, i, "depths", self.depths[b, parent] + 1)
+            if not self.log_probs[b, i] <= self.log_probs[b, parent]:
+                raise ValueError(
+                    f"request {b}, row {i}: log_probs {self.log_probs[b, i]} above "
+                    f"its parent's {self.log_probs[b, parent]}"
+                )
+        for i in range(live):
+            own = np.zeros_like(self.visibility[b, i])
+            own[i // WORD_BITS] = np.uint32(1 << i % WORD_BITS)
+            above = self.visibility[b, self.parents[b, i]] if i else 0
+            if not np.array_equal(self.visibility[b, i], own | above):
+                raise ValueError(f"request {b}, row {i}: visibility is not the row and "
+                                 "its ancestors")
+            self._expect(b, i, "next_token", (children[i] + [-1])[0])
+            for left, right in zip(children[i], children[i][1:] + [-1], strict=True):
+                self._expect(b, left, "next_sibling", right)
+        padding = {"token_ids": -1, "parents": -1, "depths": -1, "next_token": -1,
+                   "next_sibling": -1, "log_probs": -np.inf}
+        for name, value in padding.items():
+            for i in range(live, n):
+                self._expect(b, i, name, value)
+        if self.visibility[b, live:].any():
+            raise ValueError(f"request {b}: padding rows with visibility bits")
+
+    def _expect(self, b: int, i: int, name: str, value: Any) -> None:
+        found = getattr(self, name)[b, i]
+        if found != value:
+            raise ValueError(f"request {b}, row {i}: {name} {found}; expected {value}")
+
+    # ------------------------------------------------------------------ one request
+
+    def mask(self, b: int, prefix_len: int) -> np.ndarray:
+        """Dense attention mask of request b over ``[prefix, tail]`` columns.
+
+        Returns
+        -------
+        bool [N, prefix_len + N]
+            True where a row attends; padding rows attend to nothing.
+        """
+        words = _to_numpy(self.visibility)[b]
+        bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
+        tail = bits[:, : self.max_rows].astype(bool)
+        live = np.arange(self.max_rows) < _to_numpy(self.n_rows)[b]
+        prefix = np.repeat(live[:, None], prefix_len, axis=1)
+        return np.concatenate([prefix, tail], axis=1)
+
+    def paths(self, b: int) -> list[list[int]]:
+        """Rows from the root down to each live row of request b, that row included."""
+        parents = _to_numpy(self.parents)[b]
+        paths: list[list[int]] = []
+        for i in range(int(_to_numpy(self.n_rows)[b])):
+            paths.append((paths[parents[i]] if i else []) + [i])
+        return paths
+
+    def children(self, b: int) -> list[list[int]]:
+        """Child rows of each live row of request b, most probable first."""
+        parents = _to_numpy(self.parents)[b]
+        live = int(_to_numpy(self.n_rows)[b])
+        children: list[list[int]] = [[] for _ in range(live)]
+        for i in range(1, live):
+            children[parents[i]].append(i)
+        return children
+
+    def to_frame(self, b: int = 0) -> pd.DataFrame:
+        """Live rows of request b as a table, one row a node."""
+        import pandas as pd
+
+        host = self.to_host()
+        live = slice(int(host.n_rows[b]))
+        names = ("token_ids", "parents", "depths", "next_token", "next_sibling")
+        columns = {name: getattr(host, name)[b, live] for name in names}
+        columns["log_probs"] = host.log_probs[b, live]
+        columns["prob"] = np.exp(host.log_probs[b, live])
+        frame = pd.DataFrame(columns)
+        frame.index.name = "row"
+        return frame
+
+    def to_text(
+        self,
+        b: int = 0,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        accepted: Sequence[int] = (),
+    ) -> str:
+        """Draw request b's tree, one line a run of tokens that does not branch.
+
+        Parameters
+        ----------
+        b : int
+            Request.
+        decode : callable, optional
+            Text of a sequence of token ids; the ids themselves if omitted.
+        accepted : sequence of int
+            Rows of the accepted path, root first; they are marked with ``●`` (others
+            ``○``), so that the path can be followed without colour.
+
+        Returns
+        -------
+        str
+            Each line ends with the probability of its last node's path.
+        """
+        host = self.to_host()
+        show = decode or (lambda ids: " ".join(map(str, ids)))
+        children, on_path = host.children(b), {int(r) for r in accepted if r >= 0}
+        lines: list[str] = []
+        stack = [(0, "", "", "")]  # a run's first row; indents of this line, of the rest
+        while stack:
+            row, lead, elbow, rest = stack.pop()
+            run = [row]
+            # The root stands alone; a run goes on while the only child shares its fate.
+            while (
+                run[-1] != 0
+                and len(children[run[-1]]) == 1
+                and (children[run[-1]][0] in on_path) == (row in on_path)
+            ):
+                run.append(children[run[-1]][0])
+            mark = "●" if row in on_path else "○"
+            text = _printable(show(host.token_ids[b, run].tolist()))
+            prob = np.exp(host.log_probs[b, run[-1]])
+            lines.append(f"{lead}{elbow}{mark} {text}  {prob:.3f}".rstrip())
+            below = children[run[-1]]
+            for k in reversed(range(len(below))):
+                last = k == len(below) - 1
+                branch = ("└─ ", "   ") if last else ("├─ ", "│  ")
+                stack.append((below[k], lead + rest, *branch))
+        return "\n".join(lines)
+
+
+def _printable(text: str) -> str:
+    """`text` on one line, with what cannot be seen made visible."""
+    shown = {"\n": "⏎", "\t": "⇥", " ": "·"}
+    return "".join(shown.get(c, c if c.isprintable() else "�") for c in text)
+
+
+def _to_numpy(x: Any) -> np.ndarray:
+    if isinstance(x, np.ndarray):
+        return x
+    if hasattr(x, "copy_to_host"):  # Numba
+        return x.copy_to_host()
+    if hasattr(x, "cpu"):  # torch
+        return x.cpu().numpy()
+    if hasattr(x, "get"):  # CuPy
+        return x.get()
+    return np.asarray(x)
