@@ -60,7 +60,7 @@ def to_float32(bits: ArrayLike) -> NDArray[np.float32]:
         If `bits` is not uint16.
     """
     bits = np.asarray(bits)
-    if bits.dtype != np.uint16:
+    if bits.dtype.newbyteorder("=") != np.uint16:
         raise TypeError(f"bits: expected uint16 (bfloat16 bits), got {bits.dtype}")
     wide = np.asarray(bits.astype(np.uint32) << 16)
     return wide.view(np.float32)
