@@ -139,18 +139,18 @@ def save(
         encoded.append((_encoded_name(path, name), code, array))
 
     table_bytes = sum(
-        _MIN_ENTRY_BYTES - 1 + len(name) + 8 * array.ndim for name, _, array in encoded
+        _MIN_ENTRY_BYTES - 1 + len(text) + 8 * array.ndim for text, _, array in encoded
     )
     if table_bytes >= 2**32:
         raise KdtrError(path, None, f"a table of {table_bytes} bytes exceeds 32 bits")
     table, data = [], []
     end = _HEADER.size + table_bytes
-    for name, code, array in encoded:
+    for text, code, array in encoded:
         offset = -(-end // ALIGNMENT) * ALIGNMENT
         table.append(
             struct.pack(
-                f"<H{len(name)}sBB{array.ndim}QQQI",
-                *(len(name), name, code, array.ndim, *array.shape),
+                f"<H{len(text)}sBB{array.ndim}QQQI",
+                *(len(text), text, code, array.ndim, *array.shape),
                 *(offset, array.nbytes, zlib.crc32(array.data)),
             )
         )
@@ -262,7 +262,7 @@ def _storable(
 
 
 def _write_atomically(path: Path, chunks: list[Any]) -> None:
-    """Write bytes-like chunks to `path` so that it holds all of them or is untouched."""
+    """Write bytes-like chunks to `path`: all of them, or leave it untouched."""
     # tempfile would create it with mode 0600, whatever the umask
     temporary = path.with_name(f".kdtr-{secrets.token_hex(8)}.tmp")
     try:
@@ -289,9 +289,7 @@ def _map(path: str | os.PathLike[str]) -> mmap.mmap:
         raise KdtrError(path, None, f"cannot be read: {error.strerror}") from error
 
 
-def _read_table(
-    path: str | os.PathLike[str], data: mmap.mmap
-) -> dict[str, TensorInfo]:
+def _read_table(path: str | os.PathLike[str], data: mmap.mmap) -> dict[str, TensorInfo]:
     """Check header and table against each other and the file's size."""
     magic, version, n_tensors, table_bytes = _HEADER.unpack_from(data)
     position, end = _HEADER.size, _HEADER.size + table_bytes
