@@ -29,7 +29,7 @@ import numpy as np
 if not hasattr(np, "row_stack"):
     # NumPy 2.5 dropped this alias of vstack and numba-cuda 0.30 still names it when it
     # compiles its first kernel; give it back before numba.cuda is imported.
-    np.row_stack = np.vstack
+    np.row_stack = np.vstack  # noqa: NPY201
 
 import numba
 from numba import config, cuda, types

@@ -17,6 +17,7 @@ Worked example (``cat .6, dog .3`` after "The"; ``sat .8`` after either)::
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -207,14 +208,17 @@ class DraftTree:
             raise ValueError(f"request {b}: n_rows {live}; expected 1 … {n}")
         root = (self.parents[b, 0], self.depths[b, 0], self.next_sibling[b, 0])
         if root != (-1, 0, -1):
-            raise ValueError(f"request {b}: row 0 is no root (parent, depth, sibling "
-                             f"{tuple(map(int, root))}; expected (-1, 0, -1))")
+            raise ValueError(
+                f"request {b}: row 0 is no root (parent, depth, sibling "
+                f"{tuple(map(int, root))}; expected (-1, 0, -1))"
+            )
         children: list[list[int]] = [[] for _ in range(live)]
         for i in range(1, live):
             parent = int(self.parents[b, i])
             if not 0 <= parent < i:
-                raise ValueError(f"request {b}, row {i}: parents {parent}; "
-                                 f"expected 0 … {i - 1}")
+                raise ValueError(
+                    f"request {b}, row {i}: parents {parent}; expected 0 … {i - 1}"
+                )
             children[parent].append(i)
             self._expect(b, i, "depths", self.depths[b, parent] + 1)
             if not self.log_probs[b, i] <= self.log_probs[b, parent]:
@@ -227,13 +231,20 @@ class DraftTree:
             own[i // WORD_BITS] = np.uint32(1 << i % WORD_BITS)
             above = self.visibility[b, self.parents[b, i]] if i else 0
             if not np.array_equal(self.visibility[b, i], own | above):
-                raise ValueError(f"request {b}, row {i}: visibility is not the row and "
-                                 "its ancestors")
+                raise ValueError(
+                    f"request {b}, row {i}: visibility is not the row and its ancestors"
+                )
             self._expect(b, i, "next_token", (children[i] + [-1])[0])
-            for left, right in zip(children[i], children[i][1:] + [-1], strict=True):
+            for left, right in itertools.pairwise([*children[i], -1]):
                 self._expect(b, left, "next_sibling", right)
-        padding = {"token_ids": -1, "parents": -1, "depths": -1, "next_token": -1,
-                   "next_sibling": -1, "log_probs": -np.inf}
+        padding = {
+            "token_ids": -1,
+            "parents": -1,
+            "depths": -1,
+            "next_token": -1,
+            "next_sibling": -1,
+            "log_probs": -np.inf,
+        }
         for name, value in padding.items():
             for i in range(live, n):
                 self._expect(b, i, name, value)
@@ -317,10 +328,11 @@ class DraftTree:
             Each line ends with the probability of its last node's path.
         """
         host = self.to_host()
-        show = decode or (lambda ids: " ".join(map(str, ids)))
+        show = _quoted(decode) if decode else lambda ids: " ".join(map(str, ids))
         children, on_path = host.children(b), {int(r) for r in accepted if r >= 0}
         lines: list[str] = []
-        stack = [(0, "", "", "")]  # a run's first row; indents of this line, of the rest
+        # A run's first row; its indent, its elbow, and what stands below the elbow.
+        stack = [(0, "", "", "")]
         while stack:
             row, lead, elbow, rest = stack.pop()
             run = [row]
@@ -332,7 +344,7 @@ class DraftTree:
             ):
                 run.append(children[run[-1]][0])
             mark = "●" if row in on_path else "○"
-            text = _printable(show(host.token_ids[b, run].tolist()))
+            text = show(host.token_ids[b, run].tolist())
             prob = np.exp(host.log_probs[b, run[-1]])
             lines.append(f"{lead}{elbow}{mark} {text}  {prob:.3f}".rstrip())
             below = children[run[-1]]
@@ -343,10 +355,15 @@ class DraftTree:
         return "\n".join(lines)
 
 
-def _printable(text: str) -> str:
-    """`text` on one line, with what cannot be seen made visible."""
+def _quoted(decode: Callable[[Sequence[int]], str]) -> Callable[[Sequence[int]], str]:
+    """`decode` with its text on one line, what cannot be seen made visible."""
     shown = {"\n": "⏎", "\t": "⇥", " ": "·"}
-    return "".join(shown.get(c, c if c.isprintable() else "�") for c in text)
+
+    def show(ids: Sequence[int]) -> str:
+        text = decode(ids)
+        return "".join(shown.get(c, c if c.isprintable() else "�") for c in text)
+
+    return show
 
 
 def _to_numpy(x: Any) -> np.ndarray:

@@ -1,0 +1,53 @@
+"""Markers and executors that every test file shares."""
+
+import importlib.util
+import os
+
+import pytest
+
+from ddtree_numba import backend
+
+
+def _ptx_problem() -> str | None:
+    if backend.config.ENABLE_CUDASIM:
+        return "Numba's simulator is on"
+    if importlib.util.find_spec("nvidia.cu13.nvvm") is None:
+        return "no CUDA compiler libraries; pip install '.[gpu]'"
+    return None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and (why := backend.gpu_problem()):
+        pytest.skip(f"gpu: {why}")
+    if item.get_closest_marker("ptx") and (why := _ptx_problem()):
+        # The gate sets this: there PTX tests must run, not skip.
+        if os.environ.get("DDTREE_REQUIRE_PTX"):
+            pytest.fail(f"ptx: {why}")
+        pytest.skip(f"ptx: {why}")
+
+
+def pytest_report_header() -> str:
+    try:
+        return backend.banner()
+    except RuntimeError as error:
+        return f"ddtree_numba: {error}"
+
+
+GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(params=["emulator", GPU])
+def kernel_executor(request: pytest.FixtureRequest) -> str:
+    """Where a kernel itself runs: the emulator, and a GPU where there is one."""
+    return request.param
+
+
+@pytest.fixture(params=["numpy", "emulator", GPU])
+def executor(request: pytest.FixtureRequest) -> str:
+    """Every executor: what a wrapper does must not depend on it."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _no_executor_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DDTREE_EXECUTOR", raising=False)
