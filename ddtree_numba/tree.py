@@ -328,7 +328,7 @@ class DraftTree:
             Each line ends with the probability of its last node's path.
         """
         host = self.to_host()
-        show = _quoted(decode) if decode else lambda ids: " ".join(map(str, ids))
+        show = quoted(decode) if decode else lambda ids: " ".join(map(str, ids))
         children, on_path = host.children(b), {int(r) for r in accepted if r >= 0}
         lines: list[str] = []
         # A run's first row; its indent, its elbow, and what stands below the elbow.
@@ -355,7 +355,7 @@ class DraftTree:
         return "\n".join(lines)
 
 
-def _quoted(decode: Callable[[Sequence[int]], str]) -> Callable[[Sequence[int]], str]:
+def quoted(decode: Callable[[Sequence[int]], str]) -> Callable[[Sequence[int]], str]:
     """`decode` with its text on one line, what cannot be seen made visible."""
     shown = {"\n": "⏎", "\t": "⇥", " ": "·"}
 
