@@ -1,7 +1,8 @@
 /* Reads a KDTR v1 file by the page that defines the format and nothing else:
  *     kdtr_reader FILE
  * One line a tensor: name, dtype, dims, crc32 (verified), separated by tabs.
- * A malformed file: one line on stderr and exit status 1. C99, any byte order. */
+ * A malformed file: exit status 1 and one line on stderr, "tensor 2: misaligned" (tensors
+ * count from 1; 0 is the file as a whole). C99, any byte order. */
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -13,16 +14,16 @@ static const struct { const char *name; unsigned size; } dtypes[] = {
 };
 static const unsigned char *data;
 static uint64_t size, position, limit = 16; /* limit: where header or table ends */
-static uint32_t tensor; /* counted from 1; 0 is the file as a whole */
+static uint32_t tensor;
 
-static void check(int good, const char *reason) {
+static void check(int good, const char *fault) {
     if (good) return;
-    fprintf(stderr, "tensor %" PRIu32 " (0: the file): %s\n", tensor, reason);
+    fprintf(stderr, "tensor %" PRIu32 ": %s\n", tensor, fault);
     exit(1);
 }
 
 static const unsigned char *take(uint64_t bytes) {
-    check(bytes <= limit - position, "runs past the table's end");
+    check(bytes <= limit - position, "runs past table_bytes");
     position += bytes;
     return data + position - bytes;
 }
@@ -61,7 +62,7 @@ static uint32_t crc32(const unsigned char *s, uint64_t n) {
 
 static void read_file(const char *path) {
     FILE *file = path ? fopen(path, "rb") : NULL;
-    check(file && !fseek(file, 0, SEEK_END), "cannot be opened");
+    check(file && !fseek(file, 0, SEEK_END), "cannot be read");
     size = ftell(file);
     rewind(file);
     unsigned char *bytes = malloc(size + 1);
@@ -72,46 +73,58 @@ static void read_file(const char *path) {
 
 int main(int argc, char **argv) {
     read_file(argc == 2 ? argv[1] : NULL);
-    check(size >= 16, "truncated header");
-    check(!memcmp(take(4), "KDTR", 4), "bad magic");
-    check(number(4) == 1, "unknown version");
+    check(size >= 16, "truncated");
+    check(!memcmp(take(4), "KDTR", 4), "magic");
+    check(number(4) == 1, "version");
     uint64_t n_tensors = number(4), table_bytes = number(4);
     limit += table_bytes;
-    check(limit <= size, "truncated table");
-    check(n_tensors <= table_bytes / 25, "more tensors than the table can hold");
-    const unsigned char **names = malloc((n_tensors + 1) * sizeof *names);
-    check(names != NULL, "no memory for the table");
+    check(limit <= size, "truncated");
+    check(n_tensors <= table_bytes / 25, "n_tensors");
+    struct entry {
+        const unsigned char *name; /* its length and text: compared together */
+        uint64_t dtype, offset, nbytes, crc;
+    } *entries = calloc(n_tensors + 1, sizeof *entries), *e = entries;
+    check(entries != NULL, "cannot be read");
+
     uint64_t end = limit;
-    for (tensor = 1; tensor <= n_tensors; tensor++) {
-        names[tensor] = data + position; /* length and text: compared together */
+    for (tensor = 1; tensor <= n_tensors; tensor++, e++) {
+        e->name = data + position;
         uint64_t name_bytes = number(2);
-        check(name_bytes >= 1 && name_bytes <= 255, "bad name length");
-        check(is_utf8(take(name_bytes), name_bytes), "name is not UTF-8");
-        for (uint32_t i = 1; i < tensor; i++)
-            check(memcmp(names[i], names[tensor], 2 + name_bytes), "duplicate name");
-        uint64_t dtype = number(1), ndim = number(1);
-        check(dtype >= 1 && dtype <= 13, "unknown dtype");
-        printf("%.*s\t%s\t", (int)name_bytes, names[tensor] + 2, dtypes[dtype].name);
-        uint64_t product = dtypes[dtype].size, empty = 0;
+        check(name_bytes >= 1 && name_bytes <= 255, "name_bytes");
+        check(is_utf8(take(name_bytes), name_bytes), "not UTF-8");
+        for (struct entry *other = entries; other < e; other++)
+            check(memcmp(other->name, e->name, 2 + name_bytes), "duplicate name");
+        e->dtype = number(1);
+        uint64_t ndim = number(1), product, empty = 0;
+        check(e->dtype >= 1 && e->dtype <= 13, "unknown dtype code");
+        product = dtypes[e->dtype].size;
+        printf("%.*s\t%s\t", (int)name_bytes, e->name + 2, dtypes[e->dtype].name);
         for (uint64_t i = 0; i < ndim; i++) {
             uint64_t dim = number(8);
-            check(!dim || product <= INT64_MAX / dim, "dims overflow");
+            check(!dim || product <= INT64_MAX / dim, "overflow");
             if (dim) product *= dim; else empty = 1;
             printf(i ? ",%" PRIu64 : "%" PRIu64, dim);
         }
-        uint64_t offset = number(8), nbytes = number(8), crc = number(4);
-        check(nbytes == (empty ? 0 : product), "dims do not give nbytes");
-        check(offset % 64 == 0, "misaligned");
-        check(offset >= end, "overlaps what stands before it");
-        check(offset <= size && nbytes <= size - offset, "truncated data");
-        for (; end < offset; end++) check(data[end] == 0, "padding is not zero");
-        check(crc32(data + offset, nbytes) == crc, "bad CRC");
-        for (end = offset; end < offset + nbytes; end++)
-            check(dtype != 13 || data[end] <= 1, "bool is neither 0 nor 1");
-        printf("\t%08" PRIx64 "\n", crc);
+        e->offset = number(8);
+        e->nbytes = number(8);
+        e->crc = number(4);
+        check(e->nbytes == (empty ? 0 : product), "nbytes");
+        check(e->offset % 64 == 0, "misaligned");
+        check(e->offset >= end, "overlaps");
+        check(e->offset <= size && e->nbytes <= size - e->offset, "truncated");
+        end = e->offset + e->nbytes;
+        printf("\t%08" PRIx64 "\n", e->crc);
     }
     tensor = 0;
-    check(position == limit, "table_bytes is not what the entries fill");
-    check(end == size, "bytes after the last tensor");
+    check(position == limit, "table_bytes");
+    check(end == size, "follow the last tensor");
+
+    end = limit;
+    for (tensor = 1, e = entries; tensor <= n_tensors; tensor++, e++) {
+        for (; end < e->offset; end++) check(data[end] == 0, "padding");
+        check(crc32(data + e->offset, e->nbytes) == e->crc, "CRC-32");
+        for (; end < e->offset + e->nbytes; end++)
+            check(e->dtype != 13 || data[end] <= 1, "neither 0 nor 1");
+    }
     return 0;
 }
