@@ -189,15 +189,34 @@ def is_device_array(x: Any) -> bool:
         return False
 
 
-class _Bits:
-    """A bf16 device array seen as uint16 bits: the same memory under another dtype."""
+class _Reinterpreted:
+    """A device array's memory under another description."""
 
-    def __init__(self, owner: Any) -> None:
+    def __init__(self, owner: Any, **changes: Any) -> None:
         self.owner = owner  # keeps the memory alive
-        described = dict(owner.__cuda_array_interface__)
-        described["typestr"] = "<u2"
-        described["descr"] = [("", "<u2")]
+        described = {**owner.__cuda_array_interface__, **changes}
+        described.pop("descr", None)  # it would contradict a new typestr
         self.__cuda_array_interface__ = described
+
+
+def reinterpret(x: Any, dtype: Any) -> Any:
+    """The same memory as `x` with elements of another dtype of the same size.
+
+    ``x.view(dtype)``, for device arrays too, strided ones among them.
+    """
+    dtype = np.dtype(dtype)
+    if isinstance(x, np.ndarray):
+        return x.view(dtype)
+    return cuda.as_cuda_array(_Reinterpreted(x, typestr=dtype.str), sync=False)
+
+
+def with_leading_axis(x: Any) -> Any:
+    """``x[np.newaxis]``, for device arrays too."""
+    if isinstance(x, np.ndarray):
+        return x[np.newaxis]
+    strides = (x.shape[0] * x.strides[0], *x.strides)
+    described = _Reinterpreted(x, shape=(1, *x.shape), strides=strides)
+    return cuda.as_cuda_array(described, sync=False)
 
 
 def _is_bf16(x: Any) -> bool:
@@ -226,7 +245,7 @@ class Place:
         x: Any,
         name: str,
         *,
-        dtypes: Sequence[Any],
+        dtypes: Sequence[Any] | None,
         ndim: int | None = None,
         shape: Sequence[int | None] | None = None,
         convert: bool = False,
@@ -239,8 +258,8 @@ class Place:
             A NumPy array or sequence, or a device array (never copied).
         name : str
             The argument's name, for messages.
-        dtypes : sequence of dtype
-            What is accepted; uint16 among them means bf16 bits.
+        dtypes : sequence of dtype, or None
+            What is accepted (None: anything); uint16 among them means bf16 bits.
         ndim, shape : optional
             Expected rank, or expected shape with None for "any".
         convert : bool
@@ -252,18 +271,38 @@ class Place:
         TypeError, ValueError
             Naming the argument, what was given and what is expected.
         """
-        allowed = [np.dtype(d) for d in dtypes]
+        checked = self.check(
+            x, name, dtypes=dtypes, ndim=ndim, shape=shape, convert=convert
+        )
+        return self.put(checked)
+
+    def check(
+        self,
+        x: Any,
+        name: str,
+        *,
+        dtypes: Sequence[Any] | None,
+        ndim: int | None = None,
+        shape: Sequence[int | None] | None = None,
+        convert: bool = False,
+    ) -> Any:
+        """The first half of `take`: `x` as a NumPy or Numba array, where it lies."""
+        allowed = None if dtypes is None else [np.dtype(d) for d in dtypes]
         if is_device_array(x):
-            if np.dtype(np.uint16) in allowed and _is_bf16(x):
-                x = _Bits(x)
-            x = cuda.as_cuda_array(x)
+            # Kernels run on the stream that the array's library works on (`launch`), so
+            # there is nothing to wait for here, and a wait would stop the host.
+            if _is_bf16(x):
+                x = _Reinterpreted(x, typestr="<u2")
+            x = cuda.as_cuda_array(x, sync=False)
         else:
             x = np.asarray(x)
-            if convert:
+            if convert and allowed:
                 x = _convert(x, name, allowed[0])
-        expected = " or ".join(_dtype_name(d) for d in allowed)
-        if x.dtype not in allowed:
-            raise TypeError(f"{name} has dtype {x.dtype}; expected {expected}")
+        if allowed is not None and x.dtype not in allowed:
+            expected = " or ".join(_dtype_name(d) for d in allowed)
+            raise TypeError(
+                f"{name} has dtype {_dtype_name(x.dtype)}; expected {expected}"
+            )
         if shape is not None:
             ndim = len(shape)
         if ndim is not None and x.ndim != ndim:
@@ -274,6 +313,10 @@ class Place:
         ):
             wanted = ", ".join("*" if n is None else str(n) for n in shape)
             raise ValueError(f"{name} has shape {x.shape}; expected ({wanted})")
+        return x
+
+    def put(self, x: Any) -> Any:
+        """The second half of `take`: a checked array, where the kernel runs."""
         if self.executor == "gpu" and isinstance(x, np.ndarray):
             return cuda.to_device(np.ascontiguousarray(x))
         return x
@@ -291,9 +334,16 @@ class Place:
     def launch(
         self, kernel: Any, grid: Any, block: Any, *args: Any, dynamic_shared: int = 0
     ) -> None:
-        """Run ``kernel[grid, block](*args)`` here, with `dynamic_shared` bytes."""
+        """Run ``kernel[grid, block](*args)`` here, with `dynamic_shared` bytes.
+
+        Returns at once on a GPU: the launch follows whatever the caller's library
+        (torch, CuPy) has queued on its current stream. An empty grid does nothing.
+        """
+        if 0 in np.atleast_1d(grid):
+            return
         if self.executor == "gpu":
-            configured = kernel[grid, block, 0, dynamic_shared]
+            stream = _current_stream(self._kind)
+            configured = kernel[grid, block, stream, dynamic_shared]
             if dynamic_shared > 48 * 1024:
                 configured.pre_launch_callbacks.append(_allow_dynamic_shared)
             configured(*args)
@@ -354,6 +404,20 @@ def place(
         )
     library = type(next(iter(device.values()))).__module__.partition(".")[0]
     return Place("gpu", library if library in ("torch", "cupy") else "numba")
+
+
+def _current_stream(library: str) -> Any:
+    """The stream that a library works on now; 0 is CUDA's default."""
+    handle = 0
+    if library == "torch":
+        import torch
+
+        handle = torch.cuda.current_stream().cuda_stream
+    elif library == "cupy":
+        import cupy
+
+        handle = cupy.cuda.get_current_stream().ptr
+    return cuda.external_stream(handle) if handle else 0
 
 
 def _convert(x: np.ndarray, name: str, dtype: np.dtype) -> np.ndarray:

@@ -497,9 +497,14 @@ def tree_accept(
     Returns
     -------
     Accepted
+
+    Raises
+    ------
+    ValueError
+        For a negative `max_depth`.
     """
     batch, n = tree.token_ids.shape
-    width = n if max_depth is None else max_depth + 1
+    width = accept_width(n, max_depth)
     rows = np.full((batch, width), -1, np.int32)
     accept_len = np.ones(batch, np.int32)
     bonus = np.empty(batch, np.int32)
@@ -518,14 +523,24 @@ def tree_accept(
     return Accepted(rows, accept_len, bonus, status)
 
 
+def accept_width(n_rows: int, max_depth: int | None) -> int:
+    """Columns of `Accepted.rows` for trees of N rows: the longest path there can be."""
+    if max_depth is None:
+        return n_rows
+    if max_depth < 0:
+        raise ValueError(f"max_depth is {max_depth}; expected 0 or more")
+    return max_depth + 1
+
+
 def _matching_child(tree: DraftTree, b: int, row: int, token: int) -> tuple[int, int]:
     """First child of `row` that carries `token`, or -1; and a status.
 
     Rows only grow along pointers, which is also why a walk ends after N steps.
     """
+    live = min(int(tree.n_rows[b]), tree.token_ids.shape[1])
     at, child = row, int(tree.next_token[b, row])
     while child != -1:
-        if not 0 <= child < tree.n_rows[b]:
+        if not 0 <= child < live:
             return -1, ACCEPT_OUT_OF_RANGE
         if child <= at:
             return -1, ACCEPT_BACKWARD
@@ -555,14 +570,51 @@ def kv_compact(
     rows : int32 [B, W]
         Accepted rows, ascending, from `tree_accept`.
     accept_len : int32 [B]
+        Accepted rows, 0 … W.
 
     Returns
     -------
     int32 [B]
         The new prefix lengths, ``prefix_lens + accept_len``.
+
+    Raises
+    ------
+    ValueError
+        For rows that do not ascend or lie outside the cache; nothing is moved then.
     """
+    check_compaction(kv_cache, prefix_lens, rows, accept_len)
     for b, (start, length) in enumerate(zip(prefix_lens, accept_len, strict=True)):
         # Fancy indexing copies before it writes, so no row is lost.
         kept = kv_cache[..., b, start + rows[b, :length], :]
         kv_cache[..., b, start : start + length, :] = kept
     return (prefix_lens + accept_len).astype(np.int32)
+
+
+def check_compaction(
+    kv_cache: np.ndarray,
+    prefix_lens: np.ndarray,
+    rows: np.ndarray,
+    accept_len: np.ndarray,
+) -> None:
+    """Raise ValueError unless every accepted row can move to the front of its tail."""
+    s_max, width = kv_cache.shape[-2], rows.shape[1]
+    for b, (start, length) in enumerate(zip(prefix_lens, accept_len, strict=True)):
+        if not 0 <= start <= s_max:
+            raise ValueError(
+                f"prefix_lens, request {b} is {start}; expected 0 … {s_max}"
+            )
+        if not 0 <= length <= width:
+            raise ValueError(
+                f"accept_len, request {b} is {length}; expected 0 … {width}"
+            )
+        accepted = rows[b, :length]
+        if (np.diff(accepted, prepend=-1) <= 0).any():
+            raise ValueError(
+                f"rows, request {b} is {accepted.tolist()}; expected rows that ascend "
+                "from 0 or more"
+            )
+        if length and start + accepted[-1] >= s_max:
+            raise ValueError(
+                f"rows, request {b} reaches cache row {start + accepted[-1]}; expected "
+                f"less than {s_max}"
+            )
