@@ -179,7 +179,7 @@ def tree_build(
         # Entries: (-score, rank path, parent row). Tuples compare in just that order.
         heap: list[tuple[float, tuple[int, ...], int]] = []
 
-        offer = [((0,), 0)]
+        offer: list[tuple[tuple[int, ...], int]] = [((0,), 0)]
         while True:
             for path, parent in offer:
                 depth, rank = len(path), path[-1]
@@ -469,8 +469,9 @@ def sample(
         return best
     tokens = np.full_like(best, -1)
     for b, i in np.argwhere(best >= 0):
-        row = _to_float64(logits[b, i]) / temperature
-        cumulative = np.cumsum(np.exp(row - row.max()))
+        row = _to_float64(logits[b, i])
+        # The difference first: a low temperature must not overflow to inf - inf.
+        cumulative = np.cumsum(np.exp((row - row.max()) / temperature))
         key = np.random.Philox(key=seed, counter=[0, 0, b, positions[b, i]])
         coin = np.random.Generator(key).random() * cumulative[-1]
         tokens[b, i] = np.searchsorted(cumulative, coin, side="right")

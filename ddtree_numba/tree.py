@@ -93,12 +93,15 @@ class DraftTree:
         Raises
         ------
         ValueError
-            If a parent does not stand before its child.
+            If a parent does not stand before its child, or the result is no valid tree
+            (see `validate`).
         """
-        parents = np.atleast_2d(np.asarray(parents, np.int32)).copy()
+        parents = np.atleast_2d(np.array(parents, np.int32))
+        if parents.ndim != 2:
+            raise ValueError(f"parents has shape {parents.shape}; expected [B, N]")
         batch, n = parents.shape
-        live = np.full(batch, n, np.int32) if n_rows is None else n_rows
-        live = np.asarray(live, np.int32).reshape(batch)
+        live = np.full(batch, n) if n_rows is None else np.asarray(n_rows)
+        live = live.reshape(batch).astype(np.int32)
         tokens = np.arange(n) if token_ids is None else np.asarray(token_ids)
         scores = np.zeros(n) if log_probs is None else np.asarray(log_probs)
         tree = cls(
@@ -112,6 +115,7 @@ class DraftTree:
             n_rows=live,
         )
         for b in range(batch):
+            tree._check_n_rows(b)
             tree._complete(b)
         tree.validate()
         return tree
@@ -174,8 +178,12 @@ class DraftTree:
             Padding rows -1.
         """
         depths = _to_numpy(self.depths)
-        prefix = np.asarray(prefix_lens, np.int32).reshape(-1, 1)
-        return np.where(depths < 0, np.int32(-1), prefix + depths)
+        prefix = _to_numpy(prefix_lens).astype(np.int32)
+        if prefix.shape != (self.batch,):
+            raise ValueError(
+                f"prefix_lens has shape {prefix.shape}; expected ({self.batch},)"
+            )
+        return np.where(depths < 0, np.int32(-1), prefix[:, None] + depths)
 
     def validate(self) -> None:
         """Check every invariant of the contract.
@@ -191,7 +199,11 @@ class DraftTree:
             host._validate_request(b)
 
     def _validate_arrays(self) -> None:
-        batch, n = np.shape(self.token_ids)
+        if len(self.token_ids.shape) != 2:
+            raise ValueError(
+                f"token_ids has shape {self.token_ids.shape}; expected [B, N]"
+            )
+        batch, n = self.token_ids.shape
         shapes: dict[str, tuple] = {name: (batch, n) for name, _ in self._fields()}
         shapes |= {"visibility": (batch, n, n_words(n)), "n_rows": (batch,)}
         dtypes = {"log_probs": np.float32, "visibility": np.uint32}
@@ -203,17 +215,18 @@ class DraftTree:
                 raise TypeError(f"{name} has dtype {x.dtype}; expected {dtype}")
 
     def _validate_request(self, b: int) -> None:
+        self._check_n_rows(b)
         live, n = int(self.n_rows[b]), self.max_rows
-        if not 1 <= live <= n:
-            raise ValueError(f"request {b}: n_rows {live}; expected 1 … {n}")
-        root = (self.parents[b, 0], self.depths[b, 0], self.next_sibling[b, 0])
-        if root != (-1, 0, -1):
-            raise ValueError(
-                f"request {b}: row 0 is no root (parent, depth, sibling "
-                f"{tuple(map(int, root))}; expected (-1, 0, -1))"
-            )
+        root = {"parents": -1, "depths": 0, "next_sibling": -1, "log_probs": 0}
+        for name, value in root.items():
+            self._expect(b, 0, name, value)
         children: list[list[int]] = [[] for _ in range(live)]
         for i in range(1, live):
+            if not self.token_ids[b, i] >= 0:
+                raise ValueError(
+                    f"request {b}, row {i}: token_ids {self.token_ids[b, i]}; "
+                    "expected 0 or more"
+                )
             parent = int(self.parents[b, i])
             if not 0 <= parent < i:
                 raise ValueError(
@@ -221,23 +234,25 @@ class DraftTree:
                 )
             children[parent].append(i)
             self._expect(b, i, "depths", self.depths[b, parent] + 1)
-            if not self.log_probs[b, i] <= self.log_probs[b, parent]:
+            before, own = self.log_probs[b, i - 1 : i + 1]
+            if not -np.inf < own <= before:
                 raise ValueError(
-                    f"request {b}, row {i}: log_probs {self.log_probs[b, i]} above "
-                    f"its parent's {self.log_probs[b, parent]}"
+                    f"request {b}, row {i}: log_probs {own}; expected a finite number "
+                    f"not above {before} (the row before)"
                 )
         for i in range(live):
-            own = np.zeros_like(self.visibility[b, i])
-            own[i // WORD_BITS] = np.uint32(1 << i % WORD_BITS)
-            above = self.visibility[b, self.parents[b, i]] if i else 0
-            if not np.array_equal(self.visibility[b, i], own | above):
+            bits = np.zeros_like(self.visibility[b, i])
+            bits[i // WORD_BITS] = np.uint32(1 << i % WORD_BITS)
+            if i:
+                bits |= self.visibility[b, self.parents[b, i]]
+            if not np.array_equal(self.visibility[b, i], bits):
                 raise ValueError(
                     f"request {b}, row {i}: visibility is not the row and its ancestors"
                 )
             self._expect(b, i, "next_token", (children[i] + [-1])[0])
             for left, right in itertools.pairwise([*children[i], -1]):
                 self._expect(b, left, "next_sibling", right)
-        padding = {
+        padding: dict[str, float] = {
             "token_ids": -1,
             "parents": -1,
             "depths": -1,
@@ -248,8 +263,16 @@ class DraftTree:
         for name, value in padding.items():
             for i in range(live, n):
                 self._expect(b, i, name, value)
-        if self.visibility[b, live:].any():
-            raise ValueError(f"request {b}: padding rows with visibility bits")
+        for i in range(live, n):
+            if self.visibility[b, i].any():
+                raise ValueError(
+                    f"request {b}, row {i}: visibility of padding; expected no bit"
+                )
+
+    def _check_n_rows(self, b: int) -> None:
+        live, n = self.n_rows[b], self.max_rows
+        if not 1 <= live <= n:
+            raise ValueError(f"request {b}: n_rows {live}; expected 1 … {n}")
 
     def _expect(self, b: int, i: int, name: str, value: Any) -> None:
         found = getattr(self, name)[b, i]
