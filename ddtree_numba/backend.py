@@ -46,9 +46,10 @@ def to_float32(x: Any) -> Any:
     Usable in kernels on every executor: this text is what the emulator runs, the
     overload below is what the GPU compiles.
     """
-    if x.dtype == np.uint16:
-        return (np.uint32(x) << np.uint32(16)).view(np.float32)
-    return np.float32(x)
+    if isinstance(x, float | np.floating):
+        return np.float32(x)
+    # A NumPy integer, or a Python one: integers in the emulator's arrays are those.
+    return np.uint32(int(x) << 16).view(np.float32)
 
 
 def _overload_for_cuda(function: Callable) -> Callable:
