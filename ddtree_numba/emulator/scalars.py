@@ -1,0 +1,291 @@
+"""Scalar arithmetic as a kernel sees it: casts, `math`, bit operations, libdevice.
+
+Integers are Python ints between two stores. Numba widens every integer operation to
+64 bits, so this is what a kernel computes as long as nothing exceeds 64 bits and no
+unsigned difference goes below zero; NumPy's 32-bit scalars would wrap where the GPU
+does not. `uint64` stays a NumPy scalar, because code that uses it wants its wrap.
+float32 stays NumPy's float32 and is rounded after every operation.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from .errors import UnsupportedError
+
+__all__ = ["CASTS", "LIBDEVICE", "MATH", "as_dtype", "brev", "clz", "ffs", "fma"]
+
+_ONE32 = np.float32(1)
+_FLOAT32 = np.float32
+
+
+def as_dtype(kind: Any) -> np.dtype:
+    """The NumPy dtype of a NumPy dtype, a NumPy type, a numba type or a cast."""
+    found = getattr(kind, "emulated_dtype", kind)
+    try:
+        return np.dtype(found)
+    except TypeError:
+        pass
+    try:
+        return np.dtype(str(found))  # numba's scalar types print as NumPy's names
+    except TypeError as error:
+        raise UnsupportedError(f"no NumPy dtype for {kind!r}") from error
+
+
+def _rounded(x: Any) -> int:
+    """A float as PTX `cvt.rzi` sees it; infinities saturate at the caller's wrap."""
+    if x != x:
+        return 0
+    if x in (math.inf, -math.inf):
+        return (1 << 63) - 1 if x > 0 else -(1 << 63)
+    return int(x)
+
+
+def _integer_cast(dtype: np.dtype) -> Callable[[Any], Any]:
+    bits = dtype.itemsize * 8
+    span, mask = 1 << bits, (1 << bits) - 1
+    low = -(span >> 1) if dtype.kind == "i" else 0
+    high = low + span
+
+    def cast(x: Any = 0) -> Any:
+        if x.__class__ is not int:
+            x = _rounded(x) if isinstance(x, float | np.floating) else int(x)
+        if low <= x < high:
+            return x
+        x &= mask
+        return x if x < high else x - span
+
+    return cast
+
+
+def _float32(x: Any = 0.0) -> Any:
+    kind = x.__class__
+    if kind is float or kind is int:
+        return _ONE32 * x  # seven times faster than the constructor
+    return _FLOAT32(x)
+
+
+def _make_casts() -> dict[str, Callable[[Any], Any]]:
+    casts: dict[str, Callable[[Any], Any]] = {}
+    for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"):
+        casts[name] = _integer_cast(np.dtype(name))
+    wrap64 = _integer_cast(np.dtype("uint64"))
+
+    def uint64(x: Any = 0) -> Any:
+        return np.uint64(wrap64(x))
+
+    casts["uint64"] = uint64
+    casts["float32"] = _float32
+    for kind in (np.float16, np.float64, np.complex64, np.complex128):
+        casts[np.dtype(kind).name] = partial(kind)
+    casts["bool"] = partial(bool)
+    for name, cast in casts.items():
+        cast.emulated_dtype = np.dtype(name)  # type: ignore[attr-defined]
+    return casts
+
+
+#: ``{dtype name: cast}``; a cast also stands for its dtype (`as_dtype`).
+CASTS = _make_casts()
+
+
+# -- math ---------------------------------------------------------------------------
+
+
+def _float_function(name: str) -> Callable[..., Any]:
+    """`math.<name>` that keeps float32 and gives inf or NaN where Python raises."""
+    exact = getattr(math, name)
+    vector = getattr(np, {"pow": "power", "fabs": "abs"}.get(name, name), None)
+
+    def function(*args: Any) -> Any:
+        try:
+            y = exact(*args)
+        except (OverflowError, ValueError):
+            if vector is None:
+                raise
+            y = float(vector(*(np.float64(x) for x in args)))
+        if _FLOAT32 in map(type, args) and float not in map(type, args):
+            return _ONE32 * y
+        return np.float64(y)
+
+    def unary(x: Any) -> Any:
+        try:
+            y = exact(x)
+        except (OverflowError, ValueError):
+            if vector is None:
+                raise
+            y = float(vector(np.float64(x)))
+        return _ONE32 * y if x.__class__ is _FLOAT32 else np.float64(y)
+
+    chosen = function if name in _BINARY else unary
+    chosen.__name__ = name
+    return chosen
+
+
+_BINARY = ("atan2", "copysign", "fmod", "hypot", "pow", "remainder", "nextafter")
+_UNARY = (
+    "acos acosh asin asinh atan atanh cbrt cos cosh degrees erf erfc exp exp2 expm1 "
+    "fabs gamma lgamma log log10 log1p log2 radians sin sinh sqrt tan tanh"
+).split()
+
+#: ``{the function of Python's math: what a kernel runs instead}``
+MATH: dict[str, Callable[..., Any]] = {
+    name: _float_function(name) for name in (*_UNARY, *_BINARY) if hasattr(math, name)
+}
+
+
+# -- bits ---------------------------------------------------------------------------
+
+
+def _width(x: Any) -> int:
+    """Bits of an integer operand: 64 for uint64 or what 32 bits cannot hold."""
+    fits = -(1 << 31) <= int(x) < (1 << 32)
+    return 32 if fits and not isinstance(x, np.uint64) else 64
+
+
+def _bits(x: Any) -> tuple[int, int]:
+    width = _width(x)
+    return int(x) & ((1 << width) - 1), width
+
+
+def popc(x: Any) -> int:
+    """Number of set bits."""
+    return _bits(x)[0].bit_count()
+
+
+def clz(x: Any) -> int:
+    """Leading zero bits (of 32, or of 64 for values that need 64)."""
+    value, width = _bits(x)
+    return width - value.bit_length()
+
+
+def ffs(x: Any) -> int:
+    """Position of the lowest set bit, from 1; 0 if none is set."""
+    value, _ = _bits(x)
+    return (value & -value).bit_length()
+
+
+def brev(x: Any) -> int:
+    """The bits in reverse order (of 32, or of 64 for values that need 64)."""
+    value, width = _bits(x)
+    return int(format(value, f"0{width}b")[::-1], 2)
+
+
+def _to_odd(x: float, y: float) -> float:
+    """x + y in float64, rounded to odd: a second rounding to float32 is then right."""
+    total = x + y
+    if not math.isfinite(total):
+        return total
+    part = total - x
+    error = (x - (total - part)) + (y - part)
+    if error and not struct.unpack("<Q", struct.pack("<d", total))[0] & 1:
+        total = math.nextafter(total, math.copysign(math.inf, error))
+    return total
+
+
+def fma(a: Any, b: Any, c: Any) -> Any:
+    """``a * b + c`` with one rounding."""
+    if float in map(type, (a, b, c)) or np.float64 in map(type, (a, b, c)):
+        return _fma64(float(a), float(b), float(c))
+    # A product of two float32 is exact in float64.
+    return _ONE32 * _to_odd(float(a) * float(b), float(c))
+
+
+def _fma64(a: float, b: float, c: float) -> Any:
+    if not all(map(math.isfinite, (a, b, c))):
+        return np.float64(a) * np.float64(b) + np.float64(c)
+    from fractions import Fraction  # exact, and rare in kernels
+
+    exact = Fraction(a) * Fraction(b) + Fraction(c)
+    try:
+        return np.float64(float(exact)) if exact else np.float64(a * b + c)
+    except OverflowError:
+        return np.float64(math.copysign(math.inf, exact))
+
+
+def _reinterpret(source: str, target: str) -> Callable[[Any], Any]:
+    """The bits of one scalar type read as another."""
+    names = {"i": "int32", "I": "uint32", "q": "int64", "f": "float32", "d": "float64"}
+    cast, result = CASTS[names[source]], CASTS[names[target]]
+
+    def function(x: Any) -> Any:
+        if source == "f":
+            packed = np.float32(x).tobytes()  # struct raises where float32 overflows
+        else:
+            packed = struct.pack("<" + source, cast(x))
+        if target == "f":
+            return np.frombuffer(packed, np.float32)[0]  # keeps a NaN's payload
+        return result(struct.unpack("<" + target, packed)[0])
+
+    return function
+
+
+# -- libdevice ----------------------------------------------------------------------
+
+
+def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
+    def narrowed(*args: Any) -> Any:
+        return np.float32(function(*(np.float32(x) for x in args)))
+
+    return narrowed
+
+
+def _round_to_int(rounding: Callable[[Any], Any]) -> Callable[[Any], int]:
+    """float to int32 with a rounding; out of range saturates, NaN gives 0."""
+
+    def convert(x: Any) -> int:
+        if x != x:
+            return 0
+        return int(min(max(rounding(np.float64(x)), -(2.0**31)), 2.0**31 - 1))
+
+    return convert
+
+
+def _make_libdevice() -> dict[str, Callable[..., Any]]:
+    table: dict[str, Callable[..., Any]] = {
+        "int_as_float": _reinterpret("i", "f"),
+        "float_as_int": _reinterpret("f", "i"),
+        "uint_as_float": _reinterpret("I", "f"),
+        "float_as_uint": _reinterpret("f", "I"),
+        "longlong_as_double": _reinterpret("q", "d"),
+        "double_as_longlong": _reinterpret("d", "q"),
+        "popc": popc,
+        "clz": clz,
+        "ffs": ffs,
+        "brev": lambda x: CASTS["int32"](brev(int(x) & 0xFFFFFFFF)),
+        "fmaf": lambda a, b, c: fma(*map(np.float32, (a, b, c))),
+        "fma": lambda a, b, c: fma(*map(np.float64, (a, b, c))),
+        "mulhi": lambda a, b: CASTS["int32"]((int(a) * int(b)) >> 32),
+        "umulhi": lambda a, b: (int(a) & 0xFFFFFFFF) * (int(b) & 0xFFFFFFFF) >> 32,
+    }
+    rounded = {"rn": np.rint, "rz": np.trunc, "ru": np.ceil, "rd": np.floor}
+    for suffix, rounding in rounded.items():
+        table[f"float2int_{suffix}"] = _round_to_int(rounding)
+        table[f"int2float_{suffix}"] = np.float32  # exact below 2**24
+    functions: dict[str, Callable[..., Any]] = {
+        "exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2,
+        "exp10": lambda x: np.power(type(x)(10), x), "log10": np.log10,
+        "expm1": np.expm1, "log1p": np.log1p, "sqrt": np.sqrt, "cbrt": np.cbrt,
+        "rsqrt": lambda x: type(x)(1) / np.sqrt(x), "pow": np.power,
+        "sin": np.sin, "cos": np.cos, "tan": np.tan, "tanh": np.tanh,
+        "fabs": np.abs, "fmax": np.fmax, "fmin": np.fmin, "floor": np.floor,
+        "ceil": np.ceil, "trunc": np.trunc, "rint": np.rint,
+        "fmod": np.fmod, "copysign": np.copysign,
+        "erf": lambda x: type(x)(math.erf(x)), "erfc": lambda x: type(x)(math.erfc(x)),
+    }  # fmt: skip
+    for name, function in functions.items():
+        table[name] = lambda *a, f=function: np.float64(f(*map(np.float64, a)))
+        table[name + "f"] = _in_float32(function)
+    for name in "exp log log2 exp10 log10 pow sin cos tan".split():
+        table[f"fast_{name}f"] = table[name + "f"]  # exact here, approximate there
+    table["fast_fdividef"] = _in_float32(np.divide)
+    return table
+
+
+#: ``{name in numba.cuda.libdevice: what it computes}``
+LIBDEVICE = _make_libdevice()
