@@ -217,7 +217,12 @@ class DraftTree:
     def _validate_request(self, b: int) -> None:
         self._check_n_rows(b)
         live, n = int(self.n_rows[b]), self.max_rows
-        root = {"parents": -1, "depths": 0, "next_sibling": -1, "log_probs": 0}
+        root: dict[str, float] = {
+            "parents": -1,
+            "depths": 0,
+            "next_sibling": -1,
+            "log_probs": 0,
+        }
         for name, value in root.items():
             self._expect(b, 0, name, value)
         children: list[list[int]] = [[] for _ in range(live)]
