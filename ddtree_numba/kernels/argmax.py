@@ -47,12 +47,13 @@ def best_of_warp(best, token):
 @cuda.jit
 def argmax_kernel(
     logits,  # [B, N, V] f32, f16 or u16 (bf16 bits)
-    n_rows,  # [B] i32: live rows; [0] if all are
+    n_rows,  # [B] i32: live rows, if `ragged`
+    ragged,  # i32: 0 if n_rows is not to be read, because all rows are live
     tokens,  # out [B, N] i32
 ):
     b = cuda.blockIdx.x // tokens.shape[1]
     i = cuda.blockIdx.x % tokens.shape[1]
-    if n_rows.size > 0 and i >= n_rows[b]:  # the whole block leaves
+    if ragged and i >= n_rows[b]:  # the whole block leaves
         if cuda.threadIdx.x == 0:
             tokens[b, i] = -1
         return
@@ -141,17 +142,21 @@ def argmax(
         )
         if not at.on_device and ((live < 0) | (live > n)).any():
             raise ValueError(f"n_rows is {live.tolist()}; expected 0 … {n}")
+    if vocab == 0:
+        raise ValueError(f"logits has shape {given.shape}; expected V of 1 or more")
     if at.executor == "numpy":
         return reference.argmax(given, live, check=checked)
     tokens = at.empty((batch, n), np.int32)
-    at.launch(
-        argmax_kernel,
-        batch * n,
-        min(THREADS, max(1, -(-vocab // WARP)) * WARP),
-        at.put(given),
-        at.empty((0,), np.int32) if live is None else at.put(live),
-        tokens,
-    )
+    if batch * n:
+        at.launch(
+            argmax_kernel,
+            batch * n,
+            min(THREADS, -(-vocab // WARP) * WARP),
+            at.put(given),
+            at.empty((1,), np.int32) if live is None else at.put(live),
+            np.int32(live is not None),
+            tokens,
+        )
     tokens = at.give(tokens)
     if checked and (tokens[_live_rows(n, live)] < 0).any():
         reference.argmax(given, live)  # raises, and says which row and why

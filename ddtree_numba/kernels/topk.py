@@ -328,7 +328,7 @@ def topk(
         raise ValueError(f"k is {k} and V {vocab}; expected K up to {MAX_K}")
     log_probs = at.empty((batch, length, kept), np.float32)
     token_ids = at.empty((batch, length, kept), np.int32)
-    if kept:
+    if batch * length * kept:
         key_shift = {np.uint16: 16, np.float16: 13}.get(given.dtype.type, 0)
         at.launch(
             topk_kernel,

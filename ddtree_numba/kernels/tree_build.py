@@ -175,9 +175,11 @@ def write_visibility(words, i, row_parents):
 def tree_build_kernel(
     log_probs,  # [B, L, K] f32
     candidates,  # [B, L, K] i32: their tokens
-    n_draft_nodes,  # [B] i32: budgets, cut to 0 … most; [0] if all are `most`
+    n_draft_nodes,  # [B] i32: budgets, cut to 0 … most, if `ragged`
+    ragged,  # i32: 0 if n_draft_nodes is not to be read, because all are `most`
     most,  # i32: the largest budget, N - 1 or less
-    root_tokens,  # [B] i32; [0] if unknown
+    root_tokens,  # [B] i32, if `rooted`
+    rooted,  # i32: 0 if root_tokens is not to be read, because they are unknown
     token_ids,  # out [B, N] i32
     parents,  # out [B, N] i32
     depths,  # out [B, N] i32
@@ -205,7 +207,7 @@ def tree_build_kernel(
             next_token[b, i] = -1
             next_sibling[b, i] = -1
     budget = most
-    if n_draft_nodes.size > 0:
+    if ragged:
         budget = max(0, min(most, n_draft_nodes[b]))
     if has_nan(log_probs[b]):
         budget = 0
@@ -234,7 +236,7 @@ def tree_build_kernel(
             continue
         parent, depth, rank = row_parents[i], row_depths[i], row_ranks[i]
         if i == 0:
-            token_ids[b, 0] = root_tokens[b] if root_tokens.size > 0 else -1
+            token_ids[b, 0] = root_tokens[b] if rooted else -1
         else:
             token_ids[b, i] = candidates[b, depth - 1, rank]
             if rank == 0:
@@ -337,7 +339,7 @@ def tree_build(
         reference.check_log_probs(log_probs)
     n = most + 1
     rows = (batch, n)
-    outputs = DraftTree(
+    tree = DraftTree(
         token_ids=at.empty(rows, np.int32),
         parents=at.empty(rows, np.int32),
         depths=at.empty(rows, np.int32),
@@ -347,19 +349,25 @@ def tree_build(
         visibility=at.empty((batch, n, n_words(n)), np.uint32),
         n_rows=at.empty((batch,), np.int32),
     )
-    absent = at.empty((0,), np.int32)
-    at.launch(
-        tree_build_kernel,
-        batch,
-        THREADS,
-        at.put(log_probs),
-        at.put(token_ids),
-        absent if budgets is None else at.put(budgets),
-        np.int32(n_draft_nodes if budgets is None else most),
-        absent if root_tokens is None else at.put(root_tokens),
-        *vars(outputs).values(),
-    )
-    return DraftTree(**{name: at.give(x) for name, x in vars(outputs).items()})
+    if batch and log_probs.size == 0:  # what is never a node stands for no candidate
+        log_probs = at.full((batch, 1, 1), -np.inf, np.float32)
+        token_ids = at.full((batch, 1, 1), -1, np.int32)
+    if batch:
+        absent = at.empty((1,), np.int32)
+        at.launch(
+            tree_build_kernel,
+            batch,
+            THREADS,
+            at.put(log_probs),
+            at.put(token_ids),
+            absent if budgets is None else at.put(budgets),
+            np.int32(budgets is not None),
+            np.int32(n_draft_nodes if budgets is None else most),
+            absent if root_tokens is None else at.put(root_tokens),
+            np.int32(root_tokens is not None),
+            *vars(tree).values(),
+        )
+    return DraftTree(**{name: at.give(x) for name, x in vars(tree).items()})
 
 
 def _most_draft_nodes(
