@@ -1,0 +1,372 @@
+"""The speculative loop: draft, verify, accept, commit, until the text is long enough.
+
+One loop serves three modes, since each is a tree:
+
+====== ============================================== =========================
+mode   its tree                                       what it is
+====== ============================================== =========================
+tree   the `n_draft_nodes` most probable prefixes     DDTree
+chain  top-1 at each of the block's L positions       DFlash, plain block draft
+plain  the root alone                                 the target on its own
+====== ============================================== =========================
+
+All three write the same text, at T = 0 and, with one seed, at T > 0: a draft is
+accepted only where it is what the target chose anyway.
+
+How tokens are counted
+----------------------
+A round's root is the last token whose place in the text is settled: in the first round
+the prompt's last token, later the bonus. So every token that is generated comes out of
+some round: its accepted drafts, then its bonus, and
+``tokens per round = tokens / rounds`` is exactly 1 in plain mode. A last round that
+accepts more than `max_new_tokens` leaves room for, or that meets a stop token, commits
+only what is kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from ddtree_numba import backend, reference
+from ddtree_numba.kernels.argmax import argmax
+from ddtree_numba.kernels.topk import topk
+from ddtree_numba.kernels.tree_accept import tree_accept
+from ddtree_numba.kernels.tree_build import tree_build
+from ddtree_numba.model.text import encode
+from ddtree_numba.tree import DraftTree
+
+MODES = ("tree", "chain", "plain")
+
+
+@dataclass(frozen=True)
+class RoundTrace:
+    """What happened in one round of a batch.
+
+    Attributes
+    ----------
+    active : bool [B]
+        Requests that were not finished when the round began. The others ride along as
+        a root alone and commit nothing.
+    prefix_lens : int32 [B]
+        Cache rows before the round: every token of the text but the root.
+    tree : DraftTree
+    target_tokens : int32 [B, N]
+        The target's choice after every row.
+    accepted : Accepted
+        Rows, accept_len and bonus as `tree_accept` found them.
+    committed : list of list of int
+        New tokens of each request: accepted drafts, then the bonus, cut at a stop
+        token and at the end of the request.
+    seconds : dict
+        Wall time by stage: draft, topk, tree_build, verify, choose, accept, compact.
+    """
+
+    active: np.ndarray
+    prefix_lens: np.ndarray
+    tree: DraftTree
+    target_tokens: np.ndarray
+    accepted: reference.Accepted
+    committed: list[list[int]]
+    seconds: dict[str, float]
+
+    def path(self, b: int) -> list[int]:
+        """Accepted rows of request b, root first; none if it took no part."""
+        length = int(self.accepted.accept_len[b]) if self.active[b] else 0
+        return self.accepted.rows[b, :length].tolist()
+
+
+@dataclass
+class Generation:
+    """What `generate` wrote, and how.
+
+    Attributes
+    ----------
+    mode, executor : str
+    n_draft_nodes : int
+        Draft nodes a round: the budget of a tree, L of a chain, 0 when plain.
+    prompts, tokens : list of list of int
+        Token ids of each request: what was given, and what was generated.
+    rounds : list of RoundTrace
+    seconds : float
+        Wall time of everything, the prompts' prefill (`prefill_seconds`) included.
+    """
+
+    mode: str
+    executor: str
+    n_draft_nodes: int
+    prompts: list[list[int]]
+    tokens: list[list[int]]
+    rounds: list[RoundTrace] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    seconds: float = 0.0
+
+    def text(self, i: int = 0) -> str:
+        """Generated text of request i, its tokens being bytes."""
+        return bytes(self.tokens[i]).decode(errors="replace")
+
+    @property
+    def n_tokens(self) -> int:
+        """Generated tokens of all requests together."""
+        return sum(map(len, self.tokens))
+
+    @property
+    def n_rounds(self) -> int:
+        """Rounds of all requests together; each counts the rounds it took part in."""
+        return sum(int(trace.active.sum()) for trace in self.rounds)
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Committed tokens (accepted drafts and bonus) a round, over all requests."""
+        return self.n_tokens / self.n_rounds if self.rounds else 0.0
+
+    @property
+    def stage_seconds(self) -> dict[str, float]:
+        """Wall time by stage, over all rounds."""
+        total: dict[str, float] = {}
+        for trace in self.rounds:
+            for stage, seconds in trace.seconds.items():
+                total[stage] = total.get(stage, 0.0) + seconds
+        return total
+
+
+def generate(
+    model: Any,
+    prompts: Any,
+    max_new_tokens: int,
+    n_draft_nodes: int = 64,
+    *,
+    mode: str = "tree",
+    temperature: float = 0.0,
+    seed: int = 0,
+    stop_tokens: Sequence[int] = (),
+    executor: str | None = None,
+    progress: bool = False,
+) -> Generation:
+    """Continue a prompt, or a batch of prompts of different length.
+
+    Parameters
+    ----------
+    model : Model
+        Target and drafter (`ddtree_numba.model.Model`).
+    prompts : str, bytes, tokens, or a list of them
+        At least one token each.
+    max_new_tokens : int
+        Tokens that each request generates, unless it meets a stop token.
+    n_draft_nodes : int
+        Budget of the tree, the root not counted; mode "tree" only.
+    mode : {"tree", "chain", "plain"}
+        See the module's text.
+    temperature : float
+        0 takes the target's most probable token. Above 0 the target's token is sampled
+        at every row, with a random number that belongs to (seed, place of the request
+        in the batch, position): the text does not depend on the drafts.
+    seed : int
+    stop_tokens : sequence of int
+        A request ends after the first of them, which it keeps.
+    executor : {"gpu", "emulator", "numpy"}, optional
+        Where the stages run; the GPU if there is one, else NumPy.
+    progress : bool
+        Show a progress bar on standard error.
+
+    Returns
+    -------
+    Generation
+
+    Raises
+    ------
+    ValueError
+        For an empty prompt, one too long for the model, a negative count, an unknown
+        mode or executor.
+    RuntimeError
+        If a GPU is asked for and there is none.
+    """
+    started = time.perf_counter()
+    _check_counts(max_new_tokens, n_draft_nodes, mode, temperature, seed)
+    texts = check_prompts(model, prompts, max_new_tokens)
+    n = {"tree": n_draft_nodes, "chain": model.config.block - 1, "plain": 0}[mode]
+    run = Generation(
+        mode, backend.choose(executor), n, texts, tokens=[[] for _ in texts]
+    )
+    # Behind a text that is nearly done a round still writes a whole tree.
+    capacity = max(map(len, texts)) + max_new_tokens + n
+    cache = model.prefill([text[:-1] for text in texts], capacity)
+    run.prefill_seconds = time.perf_counter() - started
+    loop = _Loop(model, cache, run, temperature, seed, stop_tokens)
+    roots = np.array([text[-1] for text in texts], np.int32)
+    left = np.full(len(texts), max_new_tokens)
+    with tqdm(total=left.sum(), unit="token", desc=mode, disable=not progress) as bar:
+        while left.any():
+            trace = loop.round(roots, left)
+            run.rounds.append(trace)
+            for b, tokens in enumerate(trace.committed):
+                run.tokens[b] += tokens
+                stopped = tokens and tokens[-1] in stop_tokens
+                left[b] = 0 if stopped else left[b] - len(tokens)
+                bar.update(len(tokens))
+            roots = trace.accepted.bonus
+    run.seconds = time.perf_counter() - started
+    return run
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """What stays the same from round to round, but for the cache's contents."""
+
+    model: Any
+    cache: Any
+    run: Generation
+    temperature: float
+    seed: int
+    stop_tokens: Sequence[int]
+
+    def round(self, roots: np.ndarray, left: np.ndarray) -> RoundTrace:
+        """One round: every stage in order.
+
+        Parameters
+        ----------
+        roots : int32 [B]
+            Last settled token of each request.
+        left : int [B]
+            Tokens that each request may still commit; 0 once it is finished.
+        """
+        executor, clock, active = self.run.executor, _Clock(), left > 0
+        prefix_lens = self.cache.prefix_lens.copy()
+        tree = self._draft_tree(roots, active, clock)
+        with clock("verify"):
+            logits = self.model.verify(self.cache, tree, executor=executor)
+        with clock("choose"):
+            chosen = self._choose(logits, tree, prefix_lens)
+        with clock("accept"):
+            accepted = tree_accept(tree, chosen, executor=executor)
+        with clock("compact"):
+            # Who is finished stays where it is and cannot outgrow the cache.
+            kept = np.where(active, accepted.accept_len, 0).astype(np.int32)
+            self.model.commit(self.cache, accepted.rows, kept, executor=executor)
+        committed = []
+        for b, rows in enumerate(accepted.rows):
+            drafts = tree.token_ids[b, rows[1 : accepted.accept_len[b]]].tolist()
+            tokens = [*drafts, int(accepted.bonus[b])][: left[b]]
+            committed.append(_until_stop(tokens, self.stop_tokens))
+        return RoundTrace(
+            active, prefix_lens, tree, chosen, accepted, committed, clock.seconds
+        )
+
+    def _draft_tree(
+        self, roots: np.ndarray, active: np.ndarray, clock: _Clock
+    ) -> DraftTree:
+        n, executor = self.run.n_draft_nodes, self.run.executor
+        # Nothing is drafted for a tree that has no room for it.
+        logits = np.zeros((len(roots), 0, 1), np.float32)
+        with clock("draft"):
+            if n:
+                logits = draft_logits(self.model, self.cache, roots)
+        with clock("topk"):
+            k = 1 if self.run.mode == "chain" else n
+            log_probs, token_ids = topk(logits, k, executor=executor)
+        with clock("tree_build"):
+            return tree_build(
+                log_probs,
+                token_ids,
+                np.where(active, n, 0).astype(np.int32),
+                root_tokens=roots,
+                max_draft_nodes=n,
+                executor=executor,
+            )
+
+    def _choose(
+        self, logits: np.ndarray, tree: DraftTree, prefix_lens: np.ndarray
+    ) -> np.ndarray:
+        """The target's token after every row: the best, or a sample."""
+        if self.temperature == 0:
+            return argmax(logits, tree.n_rows, executor=self.run.executor)
+        positions = tree.positions(prefix_lens)
+        return reference.sample(
+            logits, self.temperature, positions, self.seed, tree.n_rows
+        )
+
+
+def check_prompts(model: Any, prompts: Any, max_new_tokens: int) -> list[list[int]]:
+    """Tokens of a prompt or of a batch of them, as `generate` takes them.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For something that is no prompt, an empty one, or one too long for the model.
+    """
+    if not isinstance(prompts, str | bytes) and len(prompts):
+        single = isinstance(prompts[0], int | np.integer)
+    else:
+        single = True
+    texts = [_tokens(p) for p in ([prompts] if single else prompts)]
+    longest = model.config.max_len - max_new_tokens
+    for i, text in enumerate(texts):
+        # The first token may be BOS: a prompt is what comes after it.
+        if len(text) < 2:
+            raise ValueError(f"prompt {i} is empty; expected at least one byte")
+        if len(text) > longest:
+            raise ValueError(
+                f"prompt {i} has {len(text)} tokens and {max_new_tokens} are to come; "
+                f"the model's limit is {model.config.max_len} together"
+            )
+    return texts
+
+
+def _tokens(prompt: Any) -> list[int]:
+    if isinstance(prompt, str | bytes):
+        return encode(prompt).tolist()
+    tokens = np.asarray(prompt)
+    if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+        raise TypeError(
+            f"prompt is {type(prompt).__name__} of {tokens.dtype}, shape "
+            f"{tokens.shape}; expected text, bytes or a list of token ids"
+        )
+    return tokens.tolist()
+
+
+def _check_counts(
+    max_new_tokens: int, n_draft_nodes: int, mode: str, temperature: float, seed: int
+) -> None:
+    counts = {
+        "max_new_tokens": max_new_tokens,
+        "n_draft_nodes": n_draft_nodes,
+        "temperature": temperature,
+        "seed": seed,
+    }
+    for name, value in counts.items():
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"{name} is {value}; expected 0 or more")
+    if mode not in MODES:
+        raise ValueError(f"mode is {mode!r}; expected one of {', '.join(MODES)}")
+
+
+def draft_logits(model: Any, cache: Any, roots: np.ndarray) -> np.ndarray:
+    """The drafter's logits [B, L, V] after these roots, at its own temperature."""
+    return model.draft(cache, roots) / model.config.draft_temperature
+
+
+def _until_stop(tokens: list[int], stop_tokens: Sequence[int]) -> list[int]:
+    """Tokens up to and including the first stop token."""
+    for i, token in enumerate(tokens):
+        if token in stop_tokens:
+            return tokens[: i + 1]
+    return tokens
+
+
+class _Clock:
+    """Wall time of named stages."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[stage] = time.perf_counter() - started
