@@ -1,4 +1,66 @@
-"""Run an unmodified `cuda.jit` kernel on the CPU, lane by lane."""
+"""Run an unmodified `cuda.jit` kernel on the CPU, lane by lane, and see what it did.
+
+    from ddtree_numba.emulator import emulate
+
+    emulate(kernel, grid, block, *args)                       # arrays change in place
+    report = emulate(kernel, grid, block, *args, trace=True)
+    report.races, report.counts, report.accesses
+
+The kernel's Python function (`py_func`) runs once a lane, each lane a greenlet. A hub
+lets one lane run until it waits at a barrier or a warp collective, then the next; when
+all of them wait it checks that they wait for the same thing and lets them go on. No
+environment variable and no import order: the kernel object is the one that a GPU in the
+same process compiles, and neither it nor its module is changed.
+
+What is emulated
+----------------
+- Indices; static, dynamic (typed views of one buffer), local and const arrays; block
+  barriers with count, and, or; `syncwarp`, shuffles, votes, match and `activemask` with
+  their masks; atomics; bit functions, `fma`, loads and stores with cache hints, fences, `nanosleep`;
+  device functions, closures, plain functions that have a numba `overload`; the scalar
+  functions of `math` and NumPy and the common ones of `cuda.libdevice`. Any other name
+  raises `UnsupportedError`.
+- Arithmetic: float32 is rounded after every operation, overflows to inf and divides by
+  zero without a warning. Integers are Python ints between two stores and wrap when they
+  are stored or cast: numba computes them in 64 bits, NumPy would wrap at 32.
+
+What is reported
+----------------
+Always: an index outside its array (negative too), shared or local memory read before it
+is written, a block barrier that some lanes miss (or left before), a warp collective
+whose mask names lanes that do not come or not its caller, lanes that spin for ever, an
+impossible launch. Each names kernel, source line, block and lane.
+
+With ``trace=True`` (2 to 3 times slower): every access to global and shared memory, and
+races. Two accesses to a common byte race when at least one writes, they are not both
+atomic, and neither a block barrier nor a `syncwarp` of both lanes lies between them;
+shuffles and votes order nothing (as the CUDA guide says); between blocks nothing does.
+Races are found from this order, not from the values, so one run in any lane order shows
+them, as far as the input makes the kernel take that path.
+
+What a clean run does not establish
+-----------------------------------
+- Types: whether numba can compile the kernel, and where it widens to float64. A literal
+  0.5 times a float32 is float64 on the GPU and float32 here. Unsigned differences below
+  zero stay negative until they are stored or cast.
+- Last bits: `math` and libdevice functions are rounded correctly or nearly so here; the
+  GPU's, and above all the `fast_` ones, are not. Float atomics add in one fixed order.
+- Speed, register use, memory coalescing, bank conflicts.
+- Memory ordering: writes are visible at once. Patterns that order blocks or lanes by
+  fences and flags run, but a trace calls them races.
+- Other inputs: only what ran was seen.
+
+Beside other tools
+------------------
+Numba's own simulator (`NUMBA_ENABLE_CUDASIM=1`) must be chosen before the first
+import and cannot stand beside a GPU. It has no warp operations and one thread a lane,
+sees neither races nor missed barriers nor unwritten memory, lets negative indices wrap,
+and shares one array between two `shared.array` on a line. compute-sanitizer (memcheck,
+racecheck, initcheck, synccheck) watches the compiled kernel on a real GPU, so it also
+sees what the compiler did, at full size; its racecheck covers shared memory only, its
+reports name addresses, and it needs the GPU. Use this first, that before trusting a
+kernel.
+"""
 
 from .errors import (
     BarrierDivergenceError,

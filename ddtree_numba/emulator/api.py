@@ -161,6 +161,18 @@ class Cuda:
     def lanemask_lt(self) -> int:
         return (1 << self.laneid) - 1
 
+    # -- cache hints: loads and stores like any other ----------------------------------
+
+    def ldca(self, array: Cells, index: Any) -> Any:
+        return array.load(index, _getframe(1))
+
+    ldcg = ldcs = ldlu = ldcv = ldca
+
+    def stwb(self, array: Cells, index: Any, value: Any) -> None:
+        array.store(index, value, _getframe(1))
+
+    stcg = stcs = stwt = stwb
+
     # -- memory order and time: nothing to do, lanes run one at a time -----------------
 
     def threadfence(self) -> None: ...
@@ -249,14 +261,18 @@ def _shape(shape: Any) -> tuple[int, ...]:
 
 
 class _Shared:
-    """`cuda.shared`: every call site its own array, fresh in every block."""
+    """`cuda.shared`: every call site its own array, fresh in every block.
+
+    `inlined` holds the ids of the code that numba inlines into its callers.
+    """
 
     def __init__(
         self, hub: Hub, dynamic_nbytes: int, recorder: Recorder | None
     ) -> None:
         self._recorder = recorder
         self._dynamic_nbytes = dynamic_nbytes
-        self._arrays: dict[tuple[CodeType, int], Cells] = {}
+        self._arrays: dict[tuple[Any, ...], Cells] = {}
+        self.inlined: set[int] = set()
         hub.new_block = self._clear
         self._clear()
 
@@ -269,7 +285,11 @@ class _Shared:
     def array(self, shape: Any, dtype: Any, alignment: int | None = None) -> Cells:
         frame = _getframe(1)
         after, variable = _call_site(frame.f_code, frame.f_lasti)
-        site = (frame.f_code, after)
+        site: tuple[Any, ...] = (id(frame.f_code), after)
+        caller = frame
+        while id(caller.f_code) in self.inlined and caller.f_back is not None:
+            caller = caller.f_back  # inlined: every call has arrays of its own
+            site += _call_site(caller.f_code, caller.f_lasti)
         found = self._arrays.get(site)
         if found is None:
             name = variable or f"shared@{frame.f_lineno}"

@@ -224,7 +224,7 @@ class Cells:
             "was written to it"
         )
 
-    def _load(self, index: Any, frame: FrameType, kind: int = READ) -> Any:
+    def load(self, index: Any, frame: FrameType, kind: int = READ) -> Any:
         """An element or a view, whatever `index` is; `frame` is the kernel's."""
         where = self._resolve(index)
         if isinstance(where, np.ndarray):
@@ -236,15 +236,15 @@ class Cells:
             raise self._unwritten(index)
         return self.cells[where]
 
-    def _store(self, index: Any, value: Any, frame: FrameType) -> None:
+    def store(self, index: Any, value: Any, frame: FrameType) -> None:
         """Write an element, or every element of a view."""
         where = self._resolve(index)
         if isinstance(where, np.ndarray):
             view = _cells(self.array, where, self.written)
             for at in np.ndindex(view.shape):
                 given = isinstance(value, Cells)
-                one = value._load(at, frame) if given else value
-                view._store(at, one, frame)
+                one = value.load(at, frame) if given else value
+                view.store(at, one, frame)
             return
         offset = self._offset(where)
         if self.log is not None:
@@ -266,7 +266,7 @@ class Cells:
 
     def update(self, index: Any, new: Callable[[Any], Any], frame: FrameType) -> Any:
         """Replace an element by `new(old)` as one atomic step; returns the old one."""
-        old = self._load(index, frame, ATOMIC)
+        old = self.load(index, frame, ATOMIC)
         if isinstance(old, Cells):
             raise UnsupportedError(f"{self._called(index)}: an atomic needs an element")
         where = self._resolve(index)
@@ -282,7 +282,7 @@ class Cells:
 
     def __iter__(self) -> Iterator[Any]:
         for i in range(len(self)):
-            yield self._load(i, _getframe(1))
+            yield self.load(i, _getframe(1))
 
     def __repr__(self) -> str:
         return f"<{self.array.space} {self.array.name} {self.shape} {self.dtype}>"
@@ -362,7 +362,7 @@ class Cells1(Cells):
                     return value
         except (TypeError, IndexError):
             pass
-        return self._load(i, _getframe(1))
+        return self.load(i, _getframe(1))
 
     def __setitem__(self, i: Any, value: Any) -> None:
         try:
@@ -377,7 +377,7 @@ class Cells1(Cells):
                 return
         except (TypeError, ValueError, IndexError, OverflowError):
             pass  # a slice, or a value that must wrap
-        self._store(i, value, _getframe(1))
+        self.store(i, value, _getframe(1))
 
 
 class Cells2(Cells):
@@ -401,7 +401,7 @@ class Cells2(Cells):
                     return value
         except (TypeError, ValueError, IndexError):
             pass
-        return self._load(index, _getframe(1))
+        return self.load(index, _getframe(1))
 
     def __setitem__(self, index: Any, value: Any) -> None:
         try:
@@ -418,7 +418,7 @@ class Cells2(Cells):
                 return
         except (TypeError, ValueError, IndexError, OverflowError):
             pass
-        self._store(index, value, _getframe(1))
+        self.store(index, value, _getframe(1))
 
 
 class CellsN(Cells):
@@ -442,7 +442,7 @@ class CellsN(Cells):
                     return value
         except (TypeError, ValueError, IndexError):
             pass
-        return self._load(index, _getframe(1))
+        return self.load(index, _getframe(1))
 
     def __setitem__(self, index: Any, value: Any) -> None:
         try:
@@ -461,4 +461,4 @@ class CellsN(Cells):
                 return
         except (TypeError, ValueError, IndexError, OverflowError):
             pass
-        self._store(index, value, _getframe(1))
+        self.store(index, value, _getframe(1))

@@ -19,7 +19,7 @@ import numpy as np
 from .api import Cuda
 from .arrays import open_array
 from .errors import UnsupportedError
-from .scalars import CASTS, MATH
+from .scalars import CASTS, MATH, as_dtype
 
 __all__ = ["bind", "plain_function"]
 
@@ -49,8 +49,11 @@ class _Binder:
         self.bound: dict[tuple[int, bool], Any] = {}
         self.keep: list[Any] = []  # what `bound` knows by id must stay alive
         self.vocabulary: dict[int, Any] = {}
-        for name, cast in CASTS.items():
-            self.vocabulary[id(getattr(np, name, bool))] = cast
+        for kind in set(np.sctypeDict.values()):
+            if np.dtype(kind).name in CASTS:
+                self.vocabulary[id(kind)] = CASTS[np.dtype(kind).name]
+        for limits in (np.finfo, np.iinfo):
+            self.vocabulary[id(limits)] = _of_dtype(limits)
         for name, function in MATH.items():
             self.vocabulary[id(getattr(math, name))] = function
         self.vocabulary[id(float)] = CASTS["float64"]
@@ -133,6 +136,8 @@ class _Binder:
                 found = getattr(found, part)
             return found
         if hasattr(value, "py_func"):
+            if getattr(value, "targetoptions", {}).get("inline") in (True, "always"):
+                self.cuda.shared.inlined.add(id(value.py_func.__code__))
             return self.kernel_code(value.py_func)
         if isinstance(value, FunctionType):
             return self.python_code(value)
@@ -170,6 +175,11 @@ class _Module:
             found = found.named(name)
         self.__dict__[name] = found  # the next use finds it directly
         return found
+
+
+def _of_dtype(limits: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`np.finfo` or `np.iinfo` of a cast, which stands for its type."""
+    return lambda kind: limits(as_dtype(kind))
 
 
 class _GlobalArray:

@@ -81,8 +81,9 @@ class Wait:
 class Lane:
     """One thread of a block.
 
-    `index` counts through the block, x fastest; `clock[j]` is the number of warp
-    barriers of lane j of its warp that this lane knows to be behind it.
+    `index` counts through the block, x fastest. `clock` is a vector clock over the
+    warp: the stretch between two warp barriers that this lane is in, and for every
+    other lane the last stretch that is known to be over.
     """
 
     __slots__ = (
@@ -97,7 +98,7 @@ class Lane:
         self.left = False
         self.wait: Wait | None = None
         self.result: Any = None
-        self.clock: tuple[int, ...] = (0,) * WARP
+        self.clock = tuple(int(j == self.laneid) for j in range(WARP))
         self.greenlet: greenlet
 
 
@@ -367,7 +368,9 @@ def _box(size: Dim3) -> list[tuple[int, int, int]]:
 
 
 def _is_users(frame: Any) -> bool:
-    return frame.f_globals.get("__package__") != __package__
+    """Whether a frame is the kernel's side, not the emulator's or NumPy's."""
+    package = frame.f_globals.get("__package__") or ""
+    return package != __package__ and package.split(".")[0] != "numpy"
 
 
 def _users_line(lane: greenlet) -> tuple[str, int]:

@@ -27,13 +27,11 @@ _FLOAT32 = np.float32
 
 def as_dtype(kind: Any) -> np.dtype:
     """The NumPy dtype of a NumPy dtype, a NumPy type, a numba type or a cast."""
-    found = getattr(kind, "emulated_dtype", kind)
+    found = getattr(kind, "dtype", kind)
+    if hasattr(found, "cast_python_value"):
+        found = str(found)  # numba's scalar types print as NumPy's names
     try:
         return np.dtype(found)
-    except TypeError:
-        pass
-    try:
-        return np.dtype(str(found))  # numba's scalar types print as NumPy's names
     except TypeError as error:
         raise UnsupportedError(f"no NumPy dtype for {kind!r}") from error
 
@@ -47,7 +45,19 @@ def _rounded(x: Any) -> int:
     return int(x)
 
 
+class TypedInt(int):
+    """What an integer cast gives: a Python int whose bits can be viewed as a float."""
+
+    dtype: np.dtype
+
+    def view(self, kind: Any) -> Any:
+        """The same bits as another scalar type of that size."""
+        target = as_dtype(kind)
+        return CASTS[target.name](np.array(self, self.dtype).view(target)[()])
+
+
 def _integer_cast(dtype: np.dtype) -> Callable[[Any], Any]:
+    typed = type(dtype.name, (TypedInt,), {"dtype": dtype, "__slots__": ()})
     bits = dtype.itemsize * 8
     span, mask = 1 << bits, (1 << bits) - 1
     low = -(span >> 1) if dtype.kind == "i" else 0
@@ -56,10 +66,10 @@ def _integer_cast(dtype: np.dtype) -> Callable[[Any], Any]:
     def cast(x: Any = 0) -> Any:
         if x.__class__ is not int:
             x = _rounded(x) if isinstance(x, float | np.floating) else int(x)
-        if low <= x < high:
-            return x
-        x &= mask
-        return x if x < high else x - span
+        if not low <= x < high:
+            x &= mask
+            x = x if x < high else x - span
+        return typed(x)
 
     return cast
 
@@ -86,7 +96,7 @@ def _make_casts() -> dict[str, Callable[[Any], Any]]:
         casts[np.dtype(kind).name] = partial(kind)
     casts["bool"] = partial(bool)
     for name, cast in casts.items():
-        cast.emulated_dtype = np.dtype(name)  # type: ignore[attr-defined]
+        cast.dtype = np.dtype(name)  # type: ignore[attr-defined]
     return casts
 
 

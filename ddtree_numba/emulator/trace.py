@@ -56,8 +56,8 @@ class Race:
     kinds : tuple of str
         "read", "write" or "atomic", of the two accesses.
     blocks, phases, lanes, linenos, filenames : tuple
-        Of the two accesses. `lanes` count through the block; a phase is what lies
-        between two block barriers.
+        Of the two accesses, the earlier line first. `lanes` count through the block; a
+        phase is what lies between two block barriers.
     count : int
         Places (element and phase) that race in this way: same array, kinds and lines.
     """
@@ -191,9 +191,8 @@ class Recorder:
 
     def _count(self, table: Table) -> None:
         """Keep the largest number of accesses of one lane, by space and kind."""
-        spaces = np.array([array.space for array in self.arrays])
-        space_of_row = spaces[table["array"]] if len(self.arrays) else np.array([])
-        for space in set(space_of_row.tolist()):
+        space_of_row = self._of_array(table, "space")
+        for space in ("global", "shared"):
             for kind, name in KINDS.items():
                 rows = (space_of_row == space) & (table["kind"] == kind)
                 if rows.any():
@@ -203,14 +202,16 @@ class Recorder:
 
     def _first_of_each(self, table: Table) -> Table:
         """One access a global element and kind: enough to see races between blocks."""
-        is_global = np.array([array.space == "global" for array in self.arrays], bool)
-        if not len(table["lane"]):
-            return table
-        rows = np.flatnonzero(is_global[table["array"]])
-        keys = np.stack([table[c][rows] for c in ("array", "offset", "kind")])
-        _, first = np.unique(keys, axis=1, return_index=True)
-        chosen = rows[np.sort(first)]
-        return {name: column[chosen] for name, column in table.items()}
+        rows = np.flatnonzero(self._of_array(table, "space") == "global")
+        keys = tuple(table[name][rows] for name in ("array", "offset", "kind"))
+        order = np.lexsort(keys)  # stable: the first access stays first
+        rows = np.sort(rows[order[_starts(*(key[order] for key in keys))]])
+        return {name: column[rows] for name, column in table.items()}
+
+    def _of_array(self, table: Table, attribute: str) -> np.ndarray:
+        """An attribute of every row's array."""
+        numbers, which = np.unique(table["array"], return_inverse=True)
+        return np.array([getattr(self.arrays[n], attribute) for n in numbers])[which]
 
     # -- races ------------------------------------------------------------------------
 
@@ -254,12 +255,7 @@ class Recorder:
         # Stable: inside a group the rows stay in the order of execution.
         order = np.lexsort((place, *(table[name][rows] for name in within)))
         rows, place = rows[order], place[order]
-        new = np.ones(len(rows), bool)
-        new[1:] = place[1:] != place[:-1]
-        for name in within:
-            column = table[name][rows]
-            new[1:] |= column[1:] != column[:-1]
-        starts = np.flatnonzero(new)
+        starts = _starts(place, *(table[name][rows] for name in within))
         owners, kinds = table[owner][rows], table["kind"][rows]
         several = np.minimum.reduceat(owners, starts) != np.maximum.reduceat(
             owners, starts
@@ -273,9 +269,9 @@ class Recorder:
 
     def _places(self, table: Table) -> tuple[np.ndarray, np.ndarray]:
         """``(row, place)``: the memory that rows touch, in the largest common unit."""
-        size = np.array([array.itemsize for array in self.arrays])[table["array"]]
-        base = np.array([array.address for array in self.arrays])[table["array"]]
-        address = base + table["offset"] * size
+        size = self._of_array(table, "itemsize")
+        address = self._of_array(table, "address")
+        address = address + table["offset"] * size
         unit = int(np.gcd.reduce(np.gcd(address, size)))
         count = size // unit
         rows = np.repeat(np.arange(len(size)), count)
@@ -283,7 +279,7 @@ class Recorder:
         return rows, address[rows] // unit + inside
 
     def _race(self, table: Table, a: int, b: int) -> Race:
-        pair = (a, b)
+        a, b = sorted((a, b), key=lambda row: self._side(table, row))
 
         def both(column: str) -> tuple[Any, Any]:
             return table[column][a].item(), table[column][b].item()
@@ -293,8 +289,7 @@ class Recorder:
         if second.name != name:
             name = f"{first.name}/{second.name}"  # two arguments, the same memory
         kinds, blocks = both("kind"), both("block")
-        codes = [self.codes[n] for n in both("code")]
-        lines = [line_of(codes[n], table["lasti"][pair[n]].item()) for n in (0, 1)]
+        sides = self._side(table, a), self._side(table, b)
         return Race(
             array=name,
             space=first.space,
@@ -303,9 +298,18 @@ class Recorder:
             blocks=(self.blocks[blocks[0]], self.blocks[blocks[1]]),
             phases=both("phase"),
             lanes=both("lane"),
-            filenames=(codes[0].co_filename, codes[1].co_filename),
-            linenos=(lines[0], lines[1]),
+            filenames=(sides[0][0], sides[1][0]),
+            linenos=(sides[0][1], sides[1][1]),
         )
+
+    def _side(self, table: Table, row: int) -> tuple[str, int, int]:
+        """File, line and kind of an access: what a race's two sides are sorted by.
+
+        Which of the two ran first says nothing; it follows from the order of the lanes.
+        """
+        code = self.codes[table["code"][row]]
+        line = line_of(code, table["lasti"][row].item())
+        return code.co_filename, line, table["kind"][row].item()
 
 
 def _unordered_pairs(
@@ -331,6 +335,13 @@ def _unordered_pairs(
             for seen in last.values():
                 seen.clear()
         last[kind][owners[n]] = n
+
+
+def _starts(*columns: np.ndarray) -> np.ndarray:
+    """Where a new combination begins in sorted columns."""
+    new = np.ones(len(columns[0]), bool)
+    new[1:] = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
+    return np.flatnonzero(new)
 
 
 def _joined(tables: list[Table]) -> Table:
