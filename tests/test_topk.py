@@ -1,0 +1,310 @@
+"""topk on every executor: the k best tokens of a row, ties by lower id."""
+
+import math
+
+import numpy as np
+import pytest
+from conftest import GPU
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba import cuda, float32, int32, uint16
+from numba.core.types import float16
+
+from ddtree_numba import backend, bf16
+from ddtree_numba.emulator import emulate
+from ddtree_numba.kernels import topk as topk_module
+from ddtree_numba.kernels.topk import topk, topk_kernel
+
+INF, NAN = np.inf, np.nan
+CASTS = {
+    "f32": lambda x: np.asarray(x, np.float32),
+    "f16": lambda x: np.asarray(x, np.float16),
+    "bf16": lambda x: bf16.from_float32(np.asarray(x, np.float32)),
+}
+EVERY_DTYPE = pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
+
+# What float32 allows: 1e-6 for the sum and its logarithm, and one rounding of the
+# answer itself, which is as large as 30.
+ATOL, RTOL = 1e-6, 2.0**-23
+
+
+def brute_force(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The same by sorting (value, id) pairs, and by an exactly rounded sum."""
+    wide = bf16.to_float32(logits) if logits.dtype == np.uint16 else logits
+    ids = np.empty((*logits.shape[:2], min(k, logits.shape[2])), np.int32)
+    log_probs = np.empty(ids.shape)
+    for at in np.ndindex(logits.shape[:2]):
+        row = wide[at].astype(float).tolist()
+        ids[at] = sorted(range(len(row)), key=lambda i: (-row[i], i))[:k]
+        top = max(row)
+        lse = top + math.log(math.fsum(math.exp(x - top) for x in row))
+        log_probs[at] = [row[i] - lse for i in ids[at]]
+    return log_probs, ids
+
+
+def assert_topk(found: tuple, expected: tuple) -> None:
+    log_probs, ids = found
+    assert (log_probs.dtype, ids.dtype) == (np.float32, np.int32)
+    np.testing.assert_array_equal(ids, expected[1])
+    np.testing.assert_allclose(log_probs, expected[0], rtol=RTOL, atol=ATOL)
+
+
+@pytest.fixture
+def small_capacity(monkeypatch):
+    """Lets small rows go through the radix select, in the emulator.
+
+    The emulator reads the kernel's constants at every launch; on a GPU they are
+    compiled in, and full-size rows get there anyway.
+    """
+    monkeypatch.setattr(topk_module, "CAPACITY", 16)
+
+
+# ------------------------------------------------------------------------------ values
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize(
+    ("vocab", "k"), [(1, 1), (3, 4), (31, 2), (33, 33), (150, 16)], ids=str
+)
+def test_small_rows_equal_brute_force(executor, cast, vocab, k):
+    rng = np.random.default_rng(vocab)
+    logits = cast(rng.standard_normal((2, 3, vocab)) * 4)
+    assert_topk(topk(logits, k, executor=executor), brute_force(logits, k))
+
+
+def test_k_over_v_keeps_every_token(executor):
+    log_probs, ids = topk(
+        np.log([[[0.2, 0.5, 0.3]]]).astype("f4"), 4, executor=executor
+    )
+    assert ids.tolist() == [[[1, 2, 0]]]
+    np.testing.assert_allclose(np.exp(log_probs), [[[0.5, 0.3, 0.2]]], rtol=1e-6)
+
+
+def test_equal_logits_stand_in_the_order_of_their_ids(executor):
+    _, ids = topk(np.full((1, 1, 70), -3.5, np.float32), 9, executor=executor)
+    assert ids.tolist() == [[[*range(9)]]]
+
+
+def test_zero_and_minus_zero_tie(executor):
+    row = np.float32([-0.0, 0.0, -1, -0.0, 0.0, -2])
+    _, ids = topk(row[None, None], 5, executor=executor)
+    assert ids.tolist() == [[[0, 1, 3, 4, 2]]]
+
+
+def test_masked_tokens_come_last_with_log_prob_minus_infinity(executor):
+    row = np.float32([-INF, 5, -INF, 5, -INF])
+    log_probs, ids = topk(row[None, None], 4, executor=executor)
+    assert ids.tolist() == [[[1, 3, 0, 2]]]
+    np.testing.assert_allclose(log_probs[0, 0, :2], np.log(0.5), rtol=1e-6)
+    assert (log_probs[0, 0, 2:] == -INF).all()
+
+
+@EVERY_DTYPE
+def test_both_ends_of_the_number_range(executor, cast):
+    # Half of the largest: the difference of the two ends is a number still.
+    high = 65504 / 2 if cast([0]).dtype == np.float16 else 1.6e38
+    logits = cast([[[-high, 0, high, -1e-7, 1e-7, high]]])
+    _, ids = topk(logits, 6, executor=executor)
+    assert ids.tolist() == [[[2, 5, 4, 1, 3, 0]]]
+
+
+@pytest.mark.parametrize("k", [1, 7, 16])
+@pytest.mark.parametrize("levels", [1, 3, 300])
+def test_ties_across_the_bound_are_cut_at_the_right_id(small_capacity, levels, k):
+    """The radix select must go on into the ids when logits alone do not decide."""
+    rng = np.random.default_rng(levels)
+    logits = CASTS["bf16"](rng.integers(-levels, levels, (1, 1, 150)) / 2)
+    assert_topk(topk(logits, k, executor="emulator"), brute_force(logits, k))
+
+
+rows = st.lists(
+    st.sampled_from([-INF, -3.0, -0.0, 0.0, 0.5, 8.0]) | st.floats(-9, 9, width=16),
+    min_size=1,
+    max_size=60,
+).filter(lambda row: max(row) > -INF)
+
+
+@pytest.mark.parametrize("executor", ["emulator", GPU])
+@given(row=rows, k=st.integers(1, 16), name=st.sampled_from(sorted(CASTS)))
+@settings(max_examples=40, deadline=None)
+def test_any_row_equals_brute_force(executor, row, k, name):
+    logits = CASTS[name](row)[None, None]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topk_module, "CAPACITY", 16)
+        found = topk(logits, k, executor=executor)
+    assert_topk(found, brute_force(logits, k))
+
+
+def test_the_real_capacity_selects_from_longer_rows():
+    rng = np.random.default_rng(0)
+    logits = CASTS["bf16"](rng.standard_normal((1, 1, topk_module.CAPACITY + 50)) * 3)
+    assert_topk(topk(logits, 40, executor="emulator"), brute_force(logits, 40))
+
+
+def test_many_equal_terms_do_not_add_up_their_rounding():
+    """A lane adds the same term 320 times, as at full size; naively, 5e-6 are lost."""
+    logits = np.full((1, 1, 10240), -0.9783806, np.float32)
+    logits[0, 0, 9] = 0
+    log_probs, ids = np.empty((1, 1, 1), np.float32), np.empty((1, 1, 1), np.int32)
+    emulate(topk_kernel, 1, 32, logits, 0, 14, log_probs, ids)
+    exact = brute_force(logits, 1)[0]
+    np.testing.assert_allclose(log_probs, exact, rtol=0, atol=ATOL)
+
+
+def test_a_strided_view_equals_its_copy(executor):
+    logits = np.random.default_rng(0).standard_normal((2, 2, 80)).astype(np.float32)
+    view = logits[:, :, ::2]
+    found = topk(view, 5, executor=executor)
+    assert_topk(found, brute_force(view.copy(), 5))
+
+
+# ---------------------------------------------------------------------------- full size
+
+
+def random_logits(cast, batch: int = 1, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return cast(rng.standard_normal((batch, 2, 163840), np.float32) * 3)
+
+
+@pytest.mark.gpu
+@EVERY_DTYPE
+@pytest.mark.parametrize("k", [1, 8, 32, 64, 256, 1024])
+def test_full_vocabulary_equals_the_reference(cast, k):
+    logits = random_logits(cast)
+    expected = topk(logits, k, executor="numpy")
+    assert_topk(topk(logits, k, executor="gpu"), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("levels", [0, 1, 20])
+def test_full_vocabulary_with_massive_ties(levels):
+    logits = np.random.default_rng(1).integers(-levels, levels + 1, (8, 2, 163840))
+    logits = CASTS["bf16"](logits / 4)
+    for k in (64, 1024):
+        expected = topk(logits, k, executor="numpy")
+        assert_topk(topk(logits, k, executor="gpu"), expected)
+
+
+@pytest.mark.gpu
+def test_device_arrays_stay_on_the_device():
+    logits = random_logits(CASTS["bf16"])
+    found = topk(cuda.to_device(logits), 64)
+    assert all(backend.is_device_array(x) for x in found)
+    expected = topk(logits, 64, executor="numpy")
+    assert_topk(tuple(x.copy_to_host() for x in found), expected)
+
+
+@pytest.mark.gpu
+def test_rows_beyond_two_billion_elements():
+    """The last row starts at element 2 182 021 120: offsets need 64 bits."""
+    row = random_logits(CASTS["bf16"])[0, 0]
+    try:
+        logits = cuda.device_array((13, 1025, 163840), np.uint16)
+    except Exception as error:
+        pytest.skip(f"4.4 GB of GPU memory are not free: {error}")
+    logits[12, 1024].copy_to_device(row)
+    _, ids = topk(logits, 8)
+    expected = topk(row[None, None], 8, executor="numpy")[1]
+    assert ids[12, 1024].copy_to_host().tolist() == expected[0, 0].tolist()
+
+
+# -------------------------------------------------------------------- the kernel itself
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse", "shuffled"])
+def test_no_race_in_any_order_of_the_lanes(small_capacity, order):
+    rng = np.random.default_rng(3)
+    logits = CASTS["bf16"](rng.integers(-2, 3, (1, 1, 300)))
+    found = np.empty((1, 1, 11), np.float32), np.empty((1, 1, 11), np.int32)
+    report = emulate(topk_kernel, 1, 64, logits, 16, 9, *found, order=order, trace=True)
+    assert not report.races
+    assert_topk(found, brute_force(logits, 11))
+
+
+@pytest.mark.ptx
+@pytest.mark.parametrize(
+    ("cc", "dtype"),
+    [
+        ((8, 0), uint16),
+        ((9, 0), float32),
+        ((9, 0), float16),
+        ((9, 0), uint16),
+        ((12, 0), uint16),
+    ],
+    ids=str,
+)
+def test_ptx_needs_no_float64_and_no_local_memory(cc, dtype):
+    logits, log_probs, ids = (t[:, :, ::1] for t in (dtype, float32, int32))
+    signature = (logits, int32, int32, log_probs, ids)
+    ptx = backend.compile_ptx(topk_kernel, signature, compute_capability=cc)
+    assert ".f64" not in ptx
+    assert ".local" not in ptx
+
+
+# ---------------------------------------------------------------------------- bad input
+
+BAD_ROWS = pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ([0, NAN, 1], "holds NaN"),
+        ([0, INF, 1], r"holds \+inf"),
+        ([INF, INF, NAN], "holds NaN"),
+        ([-INF, -INF, -INF], "is -inf everywhere"),
+    ],
+)
+
+
+@EVERY_DTYPE
+@BAD_ROWS
+def test_build_nan_row_is_an_error_that_names_it(executor, cast, row, why):
+    logits = cast(np.zeros((2, 3, 3)))
+    logits[1, 2] = cast(row)
+    with pytest.raises(ValueError, match=f"logits, request 1, row 2 {why}"):
+        topk(logits, 2, executor=executor)
+    with pytest.raises(ValueError, match=f"logits, request 1, row 2 {why}"):
+        topk(logits, 0, executor=executor)
+
+
+@EVERY_DTYPE
+@BAD_ROWS
+def test_build_nan_row_unchecked_is_marked_and_alone(executor, cast, row, why):
+    logits = cast(np.zeros((2, 3, 3)))
+    logits[1, 2] = cast(row)
+    log_probs, ids = topk(logits, 2, check=False, executor=executor)
+    marked = np.zeros((2, 3), bool)
+    marked[1, 2] = True
+    assert (np.isnan(log_probs) == marked[..., None]).all()
+    assert (ids[marked] == -1).all()
+    assert (ids[~marked] == [0, 1]).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "k"), [((2, 3, 5), 0), ((2, 3, 0), 4), ((2, 0, 5), 4), ((0, 3, 5), 4)]
+)
+def test_nothing_to_keep_gives_empty_answers(executor, shape, k):
+    log_probs, ids = topk(np.zeros(shape, np.float32), k, executor=executor)
+    assert log_probs.shape == ids.shape == (*shape[:2], min(k, shape[2]))
+    assert (log_probs.dtype, ids.dtype) == (np.float32, np.int32)
+
+
+def test_bad_arguments_are_named(executor):
+    logits = np.zeros((1, 1, 4), np.float32)
+    with pytest.raises(ValueError, match="k is -1; expected 0 or more"):
+        topk(logits, -1, executor=executor)
+    with pytest.raises(ValueError, match=r"logits has shape \(1, 4\)"):
+        topk(logits[0], 2, executor=executor)
+    with pytest.raises(TypeError, match="logits has dtype float64; expected float32"):
+        topk(logits.astype(float), 2, executor=executor)
+
+
+def test_more_candidates_than_the_kernel_sorts_is_an_error(kernel_executor):
+    logits = np.zeros((1, 1, 1025), np.float32)
+    with pytest.raises(ValueError, match="k is 1025 and V 1025; expected K up to 1024"):
+        topk(logits, 1025, executor=kernel_executor)
+
+
+@pytest.mark.gpu
+def test_a_check_of_device_arrays_is_an_error():
+    logits = cuda.to_device(np.zeros((1, 1, 4), np.float32))
+    with pytest.raises(ValueError, match="check is True, but logits lie on the GPU"):
+        topk(logits, 2, check=True)
