@@ -357,7 +357,7 @@ class DraftTree:
         """
         host = self.to_host()
         show = quoted(decode) if decode else lambda ids: " ".join(map(str, ids))
-        children, on_path = host.children(b), {int(r) for r in accepted if r >= 0}
+        children, on_path = host.children(b), {int(row) for row in accepted}
         lines: list[str] = []
         # A run's first row; its indent, its elbow, and what stands below the elbow.
         stack = [(0, "", "", "")]
