@@ -130,7 +130,8 @@ rows = st.lists(
 def test_any_row_equals_brute_force(executor, row, k, name):
     logits = CASTS[name](row)[None, None]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(topk_module, "CAPACITY", 16)
+        if executor == "emulator":  # see small_capacity
+            patch.setattr(topk_module, "CAPACITY", 16)
         found = topk(logits, k, executor=executor)
     assert_topk(found, brute_force(logits, k))
 

@@ -1,0 +1,486 @@
+"""tree_build on every executor: the most probable prefixes, in the contract's order."""
+
+import itertools
+
+import numpy as np
+import pytest
+from conftest import GPU
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba import cuda, float32, int32, uint32
+from random_trees import CAT, DOG, SAT, THE, worked_example
+
+from ddtree_numba import backend, bf16
+from ddtree_numba.emulator import emulate
+from ddtree_numba.kernels.topk import topk
+from ddtree_numba.kernels.tree_build import (
+    tree_build,
+    tree_build_kernel,
+)
+from ddtree_numba.tree import DraftTree
+
+INF, NAN = np.inf, np.nan
+EVERY_EXECUTOR = pytest.mark.parametrize("executor", ["numpy", "emulator", GPU])
+KERNEL_EXECUTOR = pytest.mark.parametrize("executor", ["emulator", GPU])
+
+
+def build(logits, n_draft_nodes: int, executor: str, **options) -> DraftTree:
+    """Tree of one request from its logits [L, V], all stages on the executor."""
+    logits = np.asarray(logits, np.float32)[None]
+    candidates = topk(logits, n_draft_nodes, executor=executor)
+    return tree_build(*candidates, n_draft_nodes, executor=executor, **options)
+
+
+def ln(*rows: tuple) -> np.ndarray:
+    """Logits [L, V] of a row of probabilities a position."""
+    return np.log(np.array(rows))
+
+
+def row_probs(tree: DraftTree) -> np.ndarray:
+    """Path probabilities of request 0's draft nodes."""
+    return np.exp(tree.log_probs[0, 1 : tree.n_rows[0]])
+
+
+def rank_paths(tree: DraftTree, token_ids: np.ndarray, b: int = 0) -> list[tuple]:
+    """Every draft node of a request as ranks, if no position repeats a token."""
+    rank = [{t: r for r, t in enumerate(row)} for row in token_ids[b].tolist()]
+    return [
+        tuple(rank[d][tree.token_ids[b, row]] for d, row in enumerate(path[1:]))
+        for path in tree.paths(b)[1:]
+    ]
+
+
+def brute_force(log_probs: np.ndarray, n_draft_nodes: int) -> list[tuple]:
+    """Score every prefix there is, [L, K]; ``(score, ranks)`` of the best, in order."""
+    length, kept = log_probs.shape
+    scored = []
+    for depth in range(1, length + 1):
+        for path in itertools.product(range(kept), repeat=depth):
+            score = 0.0
+            for position, rank in enumerate(path):
+                score += float(log_probs[position, rank])
+            if score > -INF:
+                scored.append((-score, path))
+    return sorted(scored)[:n_draft_nodes]
+
+
+def random_candidates(
+    seed: int, shape: tuple[int, int, int], digits: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probs that fall along K, rounded so that paths tie, and distinct tokens."""
+    rng = np.random.default_rng(seed)
+    log_probs = -np.sort(rng.exponential(2, shape), axis=-1)
+    if digits is not None:
+        log_probs = np.round(log_probs, digits)
+    tokens = rng.permuted(np.broadcast_to(np.arange(shape[2]), shape), axis=-1)
+    return log_probs.astype(np.float32), tokens.astype(np.int32) + 1000
+
+
+def assert_same(found: DraftTree, expected: DraftTree) -> None:
+    for name, want in vars(expected).items():
+        have = getattr(found, name)
+        assert have.dtype == want.dtype, name
+        np.testing.assert_array_equal(have, want, err_msg=name)
+
+
+# ----------------------------------------------------------------- the cases by name
+
+
+def test_worked_example(executor):
+    log_probs = np.log(np.float32([[[0.6, 0.3, 0.1], [0.8, 0.1, 0.1]]]))
+    tokens = [[[CAT, DOG, 15], [SAT, 15, 16]]]
+    tree = tree_build(log_probs, tokens, 4, root_tokens=[THE], executor=executor)
+    expected = worked_example()
+    for name in vars(expected):
+        if name != "log_probs":
+            have, want = getattr(tree, name), getattr(expected, name)
+            np.testing.assert_array_equal(have, want, err_msg=name)
+    np.testing.assert_allclose(row_probs(tree), [0.6, 0.48, 0.3, 0.24], rtol=1e-6)
+    assert row_probs(tree).sum() == pytest.approx(1.62)
+    assert tree.visibility.view(np.uint8)[0, :, 0].tolist() == [1, 3, 7, 9, 0x19]
+    assert tree.positions([3]).tolist() == [[3, 4, 5, 4, 5]]
+
+
+def test_build_zero_mass_is_never_a_node(executor):
+    tree = build([[0, -INF, -INF]] * 2, 4, executor)
+    assert tree.n_rows.tolist() == [3]
+    assert tree.token_ids.tolist() == [[-1, 0, 0, -1, -1]]
+    assert tree.parents.tolist() == [[-1, 0, 1, -1, -1]]
+
+
+@pytest.mark.parametrize("bad", [[0, NAN, 1], [0, INF, 1], [-INF] * 3])
+def test_build_nan_row_leaves_the_root_of_that_request_alone(executor, bad):
+    logits = np.zeros((3, 2, 3), np.float32)
+    logits[1, 1] = bad
+    log_probs, tokens = topk(logits, 4, check=False, executor=executor)
+    tree = tree_build(log_probs, tokens, 4, check=False, executor=executor)
+    assert tree.n_rows.tolist() == [5, 1, 5]
+    tree.validate()
+    with pytest.raises(ValueError, match="log_probs, request 1, row 1 holds NaN"):
+        tree_build(log_probs, tokens, 4, executor=executor)
+
+
+def test_one_nan_among_the_last_candidates_is_enough(executor):
+    log_probs, tokens = random_candidates(0, (2, 3, 70))
+    log_probs[0, 2, 69] = NAN
+    tree = tree_build(log_probs, tokens, 2, check=False, executor=executor)
+    assert tree.n_rows.tolist() == [1, 3]
+
+
+def test_build_k_over_v_reads_v_candidates(executor):
+    tree = build(ln((0.5, 0.3, 0.2)), 4, executor)
+    assert tree.token_ids.tolist() == [[-1, 0, 1, 2, -1]]
+
+
+def test_build_budget_equals_vocab(executor):
+    logits = np.random.default_rng(0).standard_normal((3, 16))
+    tree = build(logits, 16, executor)
+    assert tree.n_rows.tolist() == [17]
+    tree.validate()
+
+
+@pytest.mark.parametrize(("length", "budget", "nodes"), [(1, 4, 2), (3, 100, 14)])
+def test_build_small_product_gives_every_prefix(executor, length, budget, nodes):
+    tree = build(ln(*[(0.7, 0.3)] * length), budget, executor)
+    assert tree.n_rows.tolist() == [nodes + 1]
+    assert tree.max_rows == budget + 1
+    tree.validate()
+
+
+@pytest.mark.parametrize(
+    ("shape", "budget"),
+    [((1, 2, 3), 0), ((1, 0, 3), 0), ((1, 0, 3), 4), ((1, 2, 0), 4)],
+)
+def test_build_empty_is_the_root_only(executor, shape, budget):
+    log_probs, tokens = np.zeros(shape, np.float32), np.zeros(shape, np.int32)
+    tree = tree_build(log_probs, tokens, budget, root_tokens=[9], executor=executor)
+    assert tree.n_rows.tolist() == [1]
+    assert tree.token_ids[0, 0] == 9
+    visibility = np.zeros((1, budget + 1, 1))
+    visibility[0, 0] = 1
+    assert tree.visibility.tolist() == visibility.tolist()
+    tree.validate()
+
+
+def test_build_ties_fall_to_the_lower_rank_path(executor):
+    tree = build(np.zeros((2, 2)), 4, executor)
+    assert tree.token_ids.tolist() == [[-1, 0, 1, 0, 1]]
+    assert tree.depths.tolist() == [[0, 1, 1, 2, 2]]
+    assert tree.parents.tolist() == [[-1, 0, 0, 1, 1]]
+
+
+def test_build_no_spine_no_chain_is_forced(executor):
+    tree = build(ln((0.5, 0.49, 0.01), (0.1, 0.45, 0.45)), 2, executor)
+    assert tree.depths.tolist() == [[0, 1, 1]]
+    assert row_probs(tree).sum() == pytest.approx(0.99)
+
+
+def test_build_no_depth_bonus(executor):
+    rows = (0.5, 0.45, 0.05), (0.84, 0.1, 0.06), (0.84, 0.1, 0.06)
+    tree = build(ln(*rows), 3, executor)
+    assert tree.parents.tolist() == [[-1, 0, 0, 1]]
+    assert tree.token_ids.tolist() == [[-1, 0, 1, 0]]
+    assert row_probs(tree).sum() == pytest.approx(1.37)
+
+
+def test_build_wide_beats_chain(executor):
+    rows = (0.4, 0.35, 0.25), (0.5, 0.3, 0.2), (0.5, 0.3, 0.2)
+    tree = build(ln(*rows), 3, executor)
+    assert tree.depths.tolist() == [[0, 1, 1, 1]]
+    assert row_probs(tree).sum() == pytest.approx(1)
+
+
+def test_build_no_cap_on_the_children_of_a_node(executor):
+    tree = build(np.zeros((1, 8)), 8, executor)
+    assert tree.token_ids.tolist() == [[-1, *range(8)]]
+    assert tree.depths.tolist() == [[0, *[1] * 8]]
+
+
+def test_build_1024(executor):
+    log_probs, tokens = random_candidates(1, (1, 15, 40), digits=0)
+    tree = tree_build(log_probs, tokens, 1024, executor=executor)
+    assert tree.n_rows.tolist() == [1025]
+    assert tree.visibility.shape == (1, 1025, 33)
+    expected = tree_build(log_probs, tokens, 1024, executor="numpy")
+    assert_same(tree, expected)
+
+
+def test_build_token_zero_counts_as_a_token(executor):
+    tokens = np.int32([[[5], [0], [7]]])
+    tree = tree_build(np.full((1, 3, 1), -0.1, "f4"), tokens, 3, executor=executor)
+    assert tree.n_rows.tolist() == [4]
+    assert tree.token_ids.tolist() == [[-1, 5, 0, 7]]
+
+
+def test_build_idempotent_log_probs_as_logits_give_the_same_tree(executor):
+    rng = np.random.default_rng(5)
+    logits = rng.standard_normal((4, 12)).astype(np.float32) * 2
+    once, tokens = topk(logits[None], 12, executor=executor)
+    as_logits = np.empty_like(logits)
+    np.put_along_axis(as_logits, tokens[0], once[0], axis=-1)
+    first, second = (build(x, 12, executor) for x in (logits, as_logits))
+    np.testing.assert_array_equal(second.token_ids, first.token_ids)
+    np.testing.assert_array_equal(second.parents, first.parents)
+    # Normalised rows sum to 1 up to float32, whose logarithm is added a level.
+    np.testing.assert_allclose(second.log_probs, first.log_probs, rtol=0, atol=2e-6)
+
+
+def test_build_offsets_no_array_grows_with_the_context():
+    """64 requests of 1025 rows over 32768 tokens: positions only, no column each."""
+    log_probs, tokens = random_candidates(0, (64, 2, 3))
+    tree = tree_build(log_probs, tokens, 12, max_draft_nodes=1024)
+    assert max(x.size for x in vars(tree).values()) == 64 * 1025 * 33
+    positions = tree.positions([32768] * 64)
+    assert positions[:, 12].tolist() == (32768 + tree.depths[:, 12]).tolist()
+
+
+# ------------------------------------------------------------------------ brute force
+
+
+@EVERY_EXECUTOR
+@given(
+    seed=st.integers(0, 2**32),
+    length=st.integers(1, 4),
+    kept=st.integers(1, 4),
+    digits=st.sampled_from([None, 1, 0]),
+    masked=st.integers(0, 3),
+    budget=st.integers(0, 40),
+)
+@settings(max_examples=25, deadline=None)
+def test_build_brute_force(executor, seed, length, kept, digits, masked, budget):
+    log_probs, tokens = random_candidates(seed, (1, length, kept), digits)
+    if masked < kept:
+        log_probs[0, seed % length, kept - masked :] = -INF
+    tree = tree_build(log_probs, tokens, budget, executor=executor)
+    tree.validate()
+    expected = brute_force(log_probs[0], budget)
+    assert rank_paths(tree, tokens) == [path for _, path in expected]
+    scores = np.float32([-negative for negative, _ in expected])
+    assert tree.log_probs[0, 1 : len(expected) + 1].tolist() == scores.tolist()
+
+
+@pytest.mark.parametrize("value", [0.0, -0.25, -0.1])
+def test_equal_candidates_everywhere_are_taken_by_rank_path(executor, value):
+    """At 0 depth costs nothing: the order is lexicographic, a chain first."""
+    log_probs, tokens = random_candidates(0, (1, 4, 3))
+    log_probs[:] = value
+    tree = tree_build(log_probs, tokens, 60, executor=executor)
+    expected = [path for _, path in brute_force(log_probs[0], 60)]
+    assert rank_paths(tree, tokens) == expected
+    if value == 0:
+        assert expected[:6] == [
+            (0,),
+            (0, 0),
+            (0, 0, 0),
+            (0, 0, 0, 0),
+            (0, 0, 0, 1),
+            (0, 0, 0, 2),
+        ]
+
+
+def test_paths_of_the_same_steps_tie_although_float32_would_order_them(executor):
+    """0.2, 0.5 and 1.1 in any order: one float64 sum, more than one float32 sum."""
+    steps = -np.float32([0.2, 0.5, 1.1])
+    log_probs, tokens = random_candidates(0, (1, 3, 3))
+    log_probs[:] = steps
+    orders = list(itertools.permutations(range(3)))
+    assert len({float((steps[i] + steps[j]) + steps[k]) for i, j, k in orders}) > 1
+    tree = tree_build(log_probs, tokens, 39, executor=executor)
+    paths = rank_paths(tree, tokens)
+    assert [path for path in paths if path in orders] == orders
+
+
+# ------------------------------------------------------- kernels against the reference
+
+
+@KERNEL_EXECUTOR
+@pytest.mark.parametrize("digits", [None, 1, 0])
+@pytest.mark.parametrize(
+    ("shape", "budget"),
+    [((2, 15, 33), 33), ((1, 1, 70), 64), ((1, 64, 1), 64), ((1, 15, 32), 130)],
+    ids=str,
+)
+def test_the_kernel_equals_the_reference(executor, shape, budget, digits):
+    log_probs, tokens = random_candidates(7, shape, digits)
+    roots = np.arange(shape[0], dtype=np.int32) + 50
+    arguments = (log_probs, tokens, budget)
+    found = tree_build(*arguments, root_tokens=roots, executor=executor)
+    expected = tree_build(*arguments, root_tokens=roots, executor="numpy")
+    assert_same(found, expected)
+
+
+def test_ragged_budgets_leave_padding(executor):
+    log_probs, tokens = random_candidates(3, (4, 5, 8), 1)
+    budgets = [7, 0, 40, 1]
+    tree = tree_build(log_probs, tokens, budgets, executor=executor)
+    tree.validate()
+    assert tree.n_rows.tolist() == [8, 1, 41, 2]
+    assert tree.max_rows == 41
+    for b, budget in enumerate(budgets):
+        alone = tree_build(log_probs[b : b + 1], tokens[b : b + 1], budget)
+        live = slice(budget + 1)
+        np.testing.assert_array_equal(tree.token_ids[b, live], alone.token_ids[0])
+        np.testing.assert_array_equal(tree.parents[b, live], alone.parents[0])
+
+
+def test_max_draft_nodes_allocates_more_rows(executor):
+    log_probs, tokens = random_candidates(3, (2, 3, 8))
+    for budgets in (5, [5, 2]):
+        arguments = (log_probs, tokens, budgets)
+        tree = tree_build(*arguments, max_draft_nodes=70, executor=executor)
+        tree.validate()
+        assert tree.max_rows == 71
+        assert tree.n_rows.tolist() == [6, 6 if budgets == 5 else 3]
+
+
+def test_an_empty_batch_gives_an_empty_tree(executor):
+    empty = np.zeros((0, 3, 4))
+    arguments = (empty.astype(np.float32), empty.astype(np.int32), 5)
+    tree = tree_build(*arguments, executor=executor)
+    assert tree.token_ids.shape == (0, 6)
+    assert tree.visibility.shape == (0, 6, 1)
+
+
+# ---------------------------------------------------------------- full size and device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("digits", [None, 1, 0])
+@pytest.mark.parametrize("budget", [1, 8, 32, 64, 256, 1024])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_full_size_equals_the_reference(batch, budget, digits):
+    log_probs, tokens = random_candidates(budget, (batch, 15, budget), digits)
+    expected = tree_build(log_probs, tokens, budget, executor="numpy")
+    assert_same(tree_build(log_probs, tokens, budget, executor="gpu"), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [0.0, -0.5])
+def test_64_positions_of_1024_equal_candidates(value):
+    log_probs, tokens = random_candidates(0, (1, 64, 1024))
+    log_probs[:] = value
+    expected = tree_build(log_probs, tokens, 1024, executor="numpy")
+    assert_same(tree_build(log_probs, tokens, 1024, executor="gpu"), expected)
+
+
+@pytest.mark.gpu
+def test_full_vocabulary_bf16_from_logits_to_tree():
+    logits = np.random.default_rng(2).standard_normal((2, 15, 163840), np.float32) * 4
+    logits = bf16.from_float32(logits)
+    log_probs, tokens = topk(logits, 64, executor="gpu")
+    expected = tree_build(log_probs, tokens, 64, executor="numpy")
+    assert_same(tree_build(log_probs, tokens, 64, executor="gpu"), expected)
+
+
+@pytest.mark.gpu
+def test_device_arrays_stay_on_the_device():
+    log_probs, tokens = random_candidates(4, (3, 6, 9), 1)
+    budgets, roots = np.array([9, 0, 4], np.int32), np.array([1, 2, 3], np.int32)
+    on_device = [cuda.to_device(x) for x in (log_probs, tokens, budgets)]
+    tree = tree_build(*on_device, root_tokens=cuda.to_device(roots), max_draft_nodes=12)
+    assert all(backend.is_device_array(x) for x in vars(tree).values())
+    expected = tree_build(
+        log_probs, tokens, budgets, root_tokens=roots, max_draft_nodes=12
+    )
+    assert_same(tree.to_host(), expected)
+
+
+@pytest.mark.gpu
+def test_device_budgets_are_cut_to_the_rows_there_are():
+    log_probs, tokens = random_candidates(4, (3, 6, 9))
+    on_device = [cuda.to_device(x) for x in (log_probs, tokens, np.int32([-5, 99, 2]))]
+    tree = tree_build(*on_device, max_draft_nodes=7).to_host()
+    assert tree.n_rows.tolist() == [1, 8, 3]
+    tree.validate()
+
+
+@pytest.mark.gpu
+def test_device_budgets_need_max_draft_nodes():
+    log_probs, tokens = random_candidates(4, (1, 6, 9))
+    on_device = [cuda.to_device(x) for x in (log_probs, tokens, np.int32([3]))]
+    with pytest.raises(ValueError, match="max_draft_nodes is None, but n_draft_nodes"):
+        tree_build(*on_device)
+    with pytest.raises(ValueError, match="check is True, but log_probs lie on the GPU"):
+        tree_build(*on_device, max_draft_nodes=3, check=True)
+    with pytest.raises(TypeError, match="n_draft_nodes on the host, but log_probs"):
+        tree_build(*on_device[:2], [3])
+
+
+# -------------------------------------------------------------------- the kernel itself
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse", "shuffled"])
+def test_no_race_in_any_order_of_the_lanes(order):
+    log_probs, tokens = random_candidates(6, (2, 4, 6), 0)
+    budgets, roots = np.array([40, 11], np.int32), np.array([8, 9], np.int32)
+    expected = tree_build(log_probs, tokens, budgets, root_tokens=roots)
+    found = DraftTree(**{name: np.empty_like(x) for name, x in vars(expected).items()})
+    report = emulate(
+        *(tree_build_kernel, 2, 64),
+        *(log_probs, tokens, budgets, 1, 40, roots, 1),
+        *vars(found).values(),
+        order=order,
+        trace=True,
+    )
+    assert not report.races
+    assert_same(found, expected)
+
+
+@pytest.mark.ptx
+@pytest.mark.parametrize("cc", [(8, 0), (9, 0), (12, 0)])
+def test_ptx_adds_scores_in_float64_and_needs_no_local_memory(cc):
+    i1, i2 = int32[::1], int32[:, ::1]
+    table, candidates = float32[:, :, ::1], int32[:, :, ::1]
+    outputs = (i2, i2, i2, i2, i2, float32[:, ::1], uint32[:, :, ::1], i1)
+    signature = (table, candidates, i1, int32, int32, i1, int32, *outputs)
+    ptx = backend.compile_ptx(tree_build_kernel, signature, compute_capability=cc)
+    assert "add.f64" in ptx
+    assert "mul.f64" not in ptx
+    assert ".local" not in ptx
+
+
+# ---------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("budget", [-1, [3, -1]])
+def test_a_negative_budget_is_an_error(executor, budget):
+    candidates = random_candidates(0, (2, 2, 3))
+    with pytest.raises(ValueError, match="n_draft_nodes is .*-1.*; expected 0 … "):
+        tree_build(*candidates, budget, executor=executor)
+
+
+@pytest.mark.parametrize("budget", [6, [3, 6]])
+def test_a_budget_above_max_draft_nodes_is_an_error(executor, budget):
+    candidates = random_candidates(0, (2, 2, 3))
+    with pytest.raises(ValueError, match="n_draft_nodes is .*6.*; expected 0 … 5"):
+        tree_build(*candidates, budget, max_draft_nodes=5, executor=executor)
+
+
+def test_more_rows_than_the_kernel_holds_is_an_error(kernel_executor):
+    candidates = random_candidates(0, (1, 2, 3))
+    with pytest.raises(ValueError, match="goes up to 1025; expected at most 1024"):
+        tree_build(*candidates, 1025, executor=kernel_executor)
+
+
+def test_rows_that_rise_are_an_error_that_names_them(executor):
+    log_probs, tokens = random_candidates(0, (3, 4, 5))
+    log_probs[2, 1, 3] = 0
+    with pytest.raises(ValueError, match="log_probs, request 2, row 1 rises"):
+        tree_build(log_probs, tokens, 4, executor=executor)
+
+
+def test_bad_arguments_are_named(executor):
+    log_probs, tokens = random_candidates(0, (2, 3, 4))
+
+    def fails(error, message, *arguments, **options):
+        with pytest.raises(error, match=message):
+            tree_build(*arguments, executor=executor, **options)
+
+    fails(TypeError, "log_probs has dtype float64", log_probs.astype(float), tokens, 4)
+    fails(ValueError, r"log_probs has shape \(3, 4\)", log_probs[0], tokens[0], 4)
+    fails(ValueError, r"token_ids has shape \(2, 3, 3\)", log_probs, tokens[..., :3], 4)
+    fails(TypeError, "token_ids has dtype float", log_probs, tokens.astype("f4"), 4)
+    fails(ValueError, r"n_draft_nodes has shape \(3,\)", log_probs, tokens, [4, 4, 4])
+    fails(TypeError, "n_draft_nodes has dtype float", log_probs, tokens, [4.0, 4.0])
+    roots = {"root_tokens": [1, 2, 3]}
+    fails(ValueError, r"root_tokens has shape \(3,\)", log_probs, tokens, 4, **roots)
