@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ddtree_numba._data import data_path
 from ddtree_numba.model.config import BOS
@@ -62,7 +62,7 @@ def encode(text: str | bytes) -> NDArray[np.int32]:
     return np.concatenate([[BOS], np.frombuffer(data, np.uint8)]).astype(np.int32)
 
 
-def decode(tokens: NDArray[np.integer]) -> str:
+def decode(tokens: ArrayLike) -> str:
     """Text of tokens; BOS and padding are dropped, bad UTF-8 is replaced."""
     tokens = np.asarray(tokens)
     data = tokens[(tokens >= 0) & (tokens < BOS)].astype(np.uint8).tobytes()
