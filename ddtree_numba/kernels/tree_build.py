@@ -113,7 +113,7 @@ def select_rows(
     before = cuda.shared.array(MAX_DRAFT_NODES, np.int16)  # previous sibling's row
     lane = cuda.threadIdx.x
     if lane == 0:
-        row_scores[0] = 0.0
+        row_scores[0] = np.float64(0.0)
         row_parents[0] = -1
         row_depths[0] = 0
         row_ranks[0] = 0
@@ -122,7 +122,7 @@ def select_rows(
         ranks[0] = 0
         before[0] = -1
         scores[0] = score_of(table, row_scores, 0, 1, 0)
-    cuda.syncwarp()  # the first candidate is there before it is read
+    # No barrier yet: nobody but lane 0 looks at the first candidate.
     for row in range(1, budget + 1):
         score, order, slot = best_candidate(scores, orders, row)
         if slot < 0:  # in every lane alike
