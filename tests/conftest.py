@@ -1,6 +1,6 @@
 """Markers and executors that every test file shares."""
 
-import importlib.util
+import functools
 import os
 
 import pytest
@@ -8,11 +8,16 @@ import pytest
 from ddtree_numba import backend
 
 
+@functools.cache
 def _ptx_problem() -> str | None:
     if backend.config.ENABLE_CUDASIM:
         return "Numba's simulator is on"
-    if importlib.util.find_spec("nvidia.cu13.nvvm") is None:
-        return "no CUDA compiler libraries; pip install '.[gpu]'"
+    try:
+        from numba.cuda.cudadrv import nvvm
+
+        nvvm.NVVM()
+    except Exception as error:
+        return f"no CUDA compiler libraries ({type(error).__name__}); install '.[gpu]'"
     return None
 
 
