@@ -374,12 +374,13 @@ ATOMICS = {  # name: (start, operands, end, old values)
     "exch": (5, [1, 2], 2, [5, 1]),
     "inc": (4, [4, 4], 1, [4, 0]),
     "dec": (0, [4, 4], 3, [0, 4]),
+    "dec of too much": (9, [4, 4], 3, [9, 4]),
 }
 
 
 @pytest.mark.parametrize("name", ATOMICS)
 def test_integer_atomics_return_the_old_value(name):
-    operation = getattr(cuda.atomic, name)
+    operation = getattr(cuda.atomic, name.split()[0])
 
     def kernel(x, operands, old):
         i = cuda.threadIdx.x
@@ -462,18 +463,19 @@ def test_fma_rounds_once():
     def kernel(a, x, y):
         x[0] = cuda.fma(a[0], a[0], -a[1])
         x[1] = a[0] * a[0] - a[1]
-        x[2] = cuda.fma(a[2], float32(1), a[3])
+        x[2] = cuda.fma(a[2], a[3], a[4])
         y[0] = cuda.fma(y[1], y[1], y[2])
 
     e = np.float32(2.0**-12)
-    # 2**25 + 2 + tiny: float64 drops the tiny part, and a tie would go to even.
-    a = np.array([1 + e, 1 + 2 * e, 2.0**25 + 4, 2.0 - 2.0**-22], np.float32)
+    # The last product is 1 + 2**-24, a tie in float32, and 2**-60 breaks it; a sum in
+    # float64 drops the 2**-60 and then rounds the tie to 1.
+    a = np.array([1 + e, 1 + 2 * e, 24929, 673 / 2**24, 2.0**-60], np.float32)
     x = np.zeros(3, np.float32)
     y = np.array([0, 1 + 2.0**-52, -1 - 2.0**-51], np.float64)
     emulate(kernel, 1, 1, a, x, y)
     assert x[0] == 2.0**-24
     assert x[1] == 0
-    assert x[2] == 2.0**25 + 4
+    assert x[2] == 1 + 2.0**-23
     assert y[0] == 2.0**-104
 
 
@@ -487,7 +489,7 @@ def test_float32_overflow_and_division_by_zero_do_not_warn():
         out[4] = math.exp(x[0])
         out[5] = math.log(x[2])
         out[6] = math.sqrt(-x[1])
-        out[7] = x[1] / float(0)
+        out[7] = 1.0 / float(0)
 
     out = np.zeros(8, np.float32)
     with warnings.catch_warnings():
@@ -515,6 +517,30 @@ def test_float32_stays_float32():
         total += value * value
     assert out[1] == total
     assert out[0] == np.float32(math.exp(-float(total)))
+
+
+def test_a_python_float_argument_is_float64():
+    @cuda.jit
+    def kernel(x, half, typed_half, out):
+        out[0] = (x[0] + half) - x[0]
+        out[1] = (x[0] + typed_half) - x[0]
+
+    out = np.zeros(2)
+    x = np.array([2**24], np.float32)
+    emulate(kernel, 1, 1, x, 0.5, np.float32(0.5), out)
+    assert out.tolist() == [0.5, 0]
+
+
+def test_wrapped_values_count_as_written():
+    @cuda.jit
+    def kernel(out):
+        box = cuda.shared.array(1, uint32)
+        box[0] = -1
+        out[0] = box[0]
+
+    out = np.zeros(1, np.int64)
+    emulate(kernel, 1, 1, out)
+    assert out[0] == 2**32 - 1
 
 
 def test_integers_wrap_when_they_are_stored_or_cast():
@@ -637,7 +663,7 @@ this_module = sys.modules[__name__]
 
 
 def test_device_functions_closures_and_plain_functions():
-    offset = np.int32(7)
+    offset = np.int32(2**31 - 1)  # must not wrap as NumPy's would
     nested = cuda.jit(device=True)(lambda n: n + offset)
 
     @cuda.jit
@@ -649,9 +675,9 @@ def test_device_functions_closures_and_plain_functions():
 
         out[i] = nested(thread_times(10)) + this_module.factorial(4) + inner(100)
 
-    out = np.zeros(3, np.int32)
+    out = np.zeros(3, np.int64)
     emulate(kernel, 1, 3, out)
-    assert out.tolist() == [131 + 31 * i for i in range(3)]
+    assert out.tolist() == [2**31 - 1 + 124 + 31 * i for i in range(3)]
 
 
 def test_names_imported_from_cuda():
@@ -702,6 +728,26 @@ def test_an_exception_in_the_kernel_names_its_place():
     assert (place.kernel, place.lane, place.thread) == ("kernel", 3, (3, 0, 0))
     assert place.lineno == kernel.py_func.__code__.co_firstlineno + 3
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+@cuda.jit
+def arrival_kernel(n_arrived, arrivals):
+    at = cuda.atomic.add(n_arrived, 0, 1)
+    arrivals[at] = cuda.grid(1)
+
+
+def arrivals(order, seed=0):
+    found = np.zeros(12, np.int32)
+    emulate(arrival_kernel, 3, 4, np.zeros(1, np.int32), found, order=order, seed=seed)
+    return found.tolist()
+
+
+def test_lanes_and_blocks_run_in_the_order_asked_for():
+    assert arrivals("forward") == list(range(12))
+    assert arrivals("reverse") == list(range(12))[::-1]
+    shuffled = arrivals("shuffled")
+    assert sorted(shuffled) == list(range(12)) != shuffled
+    assert shuffled == arrivals("shuffled") != arrivals("shuffled", seed=1)
 
 
 # -- launching ------------------------------------------------------------------------
@@ -784,13 +830,14 @@ def test_a_trace_lists_every_access():
 def test_the_trace_of_strided_views_names_the_elements_of_the_whole_array():
     @cuda.jit
     def kernel(x):
-        x[1][::2][1] = 5
-        x.T[0, 1] = 6
+        x[2][::2][1] = 5
+        x.T[1, 0] = 6
 
     whole = np.zeros((3, 8), np.int16)
     table = emulate(kernel, 1, 1, whole[::-1, ::2], trace=True).accesses
-    assert table["index"].tolist() == [(1, 2), (1, 0)]
-    assert whole[1].tolist() == [6, 0, 0, 0, 5, 0, 0, 0]
+    assert table["index"].tolist() == [(2, 2), (0, 1)]
+    assert whole[0].tolist() == [0, 0, 0, 0, 5, 0, 0, 0]
+    assert whole[2].tolist() == [0, 0, 6, 0, 0, 0, 0, 0]
 
 
 def test_an_untraced_report_does_not_claim_that_there_are_no_races():

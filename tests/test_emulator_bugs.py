@@ -178,6 +178,26 @@ def unwritten_dynamic_kernel(x, out):
 
 
 @cuda.jit
+def one_byte_of_a_word_kernel(x, out):
+    byte = cuda.shared.array(0, np.uint8)
+    words = cuda.shared.array(0, np.uint32)
+    i = cuda.threadIdx.x
+    byte[4 * i] = 1
+    cuda.syncthreads()
+    out[i] = words[i]  # <-
+
+
+@cuda.jit
+def unwritten_half_kernel(x, out):
+    byte = cuda.shared.array(0, np.uint8)
+    i = cuda.threadIdx.x
+    byte[64 + i] = i
+    cuda.syncthreads()
+    out[i] = byte[64:].view(np.uint32)[i % 8]
+    out[i] += byte[:64].view(np.uint32)[i % 8]  # <-
+
+
+@cuda.jit
 def accumulate_into_unwritten_kernel(x, out):
     box = cuda.shared.array((1, 1, 1), float32)
     if cuda.threadIdx.x == 5:
@@ -200,6 +220,8 @@ def shared_of_the_last_block_kernel(x, out):
         (unwritten_shared_kernel, "box[32]", 31),
         (unwritten_local_kernel, "own[1, 0]", 0),
         (unwritten_dynamic_kernel, "words[0]", 0),
+        (one_byte_of_a_word_kernel, "words[0]", 0),
+        (unwritten_half_kernel, "byte[0]", 0),
         (accumulate_into_unwritten_kernel, "box[0, 0, 0]", 5),
         (shared_of_the_last_block_kernel, "box[0]", 0),
     ],
@@ -470,8 +492,9 @@ def same_place_kernel(x):
 
 
 def test_two_lanes_write_the_same_place():
-    report = emulate(same_place_kernel, 1, 2, np.zeros((1, 3)), trace=True)
+    report = emulate(same_place_kernel, 1, 3, np.zeros((1, 3)), trace=True)
     (race,) = report.races
+    assert race.count == 1
     assert race.linenos == (marked_line(same_place_kernel),) * 2
     assert (race.index, race.lanes) == ((0, 2), (0, 1))
 
@@ -529,6 +552,34 @@ def test_typed_views_race_on_their_common_bytes():
     race = one_race(overlapping_bytes_kernel, 1, 2, np.zeros(1), dynamic_shared=16)
     assert race.array == "words/halves"
     assert race.index == (1,)
+
+
+@cuda.jit
+def syncwarp_between_warps_kernel(x):
+    i = cuda.threadIdx.x
+    x[i] = i  # <- 1
+    cuda.syncwarp()
+    x[i ^ 32] = i  # <- 2
+
+
+def test_a_syncwarp_orders_no_other_warp():
+    kernel = syncwarp_between_warps_kernel
+    races = emulate(kernel, 1, 64, np.zeros(64), trace=True).races
+    first, second = marked_line(kernel, "# <- 1"), marked_line(kernel, "# <- 2")
+    between_warps = [race for race in races if race.linenos == (first, second)]
+    assert len(between_warps) == 1
+    assert between_warps[0].lanes[0] ^ between_warps[0].lanes[1] == 32
+
+
+def test_a_read_only_argument_is_not_written():
+    @cuda.jit
+    def kernel(x):
+        x[0] = 1
+
+    x = np.zeros(1, np.int32)
+    x.flags.writeable = False
+    with pytest.raises(UnsupportedError, match="x is read-only"):
+        emulate(kernel, 1, 1, x)
 
 
 @cuda.jit

@@ -16,10 +16,10 @@ What is emulated
 ----------------
 - Indices; static, dynamic (typed views of one buffer), local and const arrays; block
   barriers with count, and, or; `syncwarp`, shuffles, votes, match and `activemask` with
-  their masks; atomics; bit functions, `fma`, loads and stores with cache hints, fences, `nanosleep`;
-  device functions, closures, plain functions that have a numba `overload`; the scalar
-  functions of `math` and NumPy and the common ones of `cuda.libdevice`. Any other name
-  raises `UnsupportedError`.
+  their masks; atomics; bit functions, `fma`, loads and stores with cache hints, fences,
+  `nanosleep`; device functions, closures, plain functions that have a numba `overload`;
+  the scalar functions of `math` and NumPy and the common ones of `cuda.libdevice`. Any
+  other name raises `UnsupportedError`.
 - Arithmetic: float32 is rounded after every operation, overflows to inf and divides by
   zero without a warning. Integers are Python ints between two stores and wrap when they
   are stored or cast: numba computes them in 64 bits, NumPy would wrap at 32.

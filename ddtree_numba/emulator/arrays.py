@@ -9,6 +9,7 @@ common case out, and everything else goes through `Cells._resolve`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from operator import mul
 from sys import _getframe
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -422,23 +423,22 @@ class Cells2(Cells):
 
 
 class CellsN(Cells):
-    """Any other number of dimensions."""
+    """Any other number of dimensions; NumPy finds an index that is too large."""
 
     __slots__ = ()
 
     def __getitem__(self, index: Any) -> Any:
         try:
-            if len(index) == len(self.shape):
-                k = self.origin
-                for i, n, step in zip(index, self.shape, self.steps, strict=True):
-                    if not 0 <= i < n:
-                        raise IndexError
-                    k += i * step
+            if len(index) == len(self.steps) and min(index) >= 0:
                 value = self.cells[index]
                 if self.log is not None:
                     f = _getframe(1)
+                    k = sum(map(mul, index, self.steps), self.origin)
                     self.log((self.read_tag, k, f.f_lasti, f.f_code))
-                if self.words is None or self.words[k] == self.store_word:
+                if self.words is None:
+                    return value
+                k = sum(map(mul, index, self.steps), self.origin)
+                if self.words[k] == self.store_word:
                     return value
         except (TypeError, ValueError, IndexError):
             pass
@@ -446,17 +446,14 @@ class CellsN(Cells):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         try:
-            if len(index) == len(self.shape):
-                k = self.origin
-                for i, n, step in zip(index, self.shape, self.steps, strict=True):
-                    if not 0 <= i < n:
-                        raise IndexError
-                    k += i * step
+            if len(index) == len(self.steps) and min(index) >= 0:
                 self.cells[index] = value
                 if self.log is not None:
                     f = _getframe(1)
+                    k = sum(map(mul, index, self.steps), self.origin)
                     self.log((self.write_tag, k, f.f_lasti, f.f_code))
                 if self.words is not None:
+                    k = sum(map(mul, index, self.steps), self.origin)
                     self.words[k] = self.store_word
                 return
         except (TypeError, ValueError, IndexError, OverflowError):

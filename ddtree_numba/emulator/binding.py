@@ -10,7 +10,8 @@ from __future__ import annotations
 import builtins
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import lru_cache
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -58,7 +59,7 @@ class _Binder:
             self.vocabulary[id(getattr(math, name))] = function
         self.vocabulary[id(float)] = CASTS["float64"]
         self.real = sys.modules.get("numba.cuda")
-        self.stubs = dict(_cuda_names(self.real))
+        self.stubs = _cuda_names(self.real)
 
     # -- functions --------------------------------------------------------------------
 
@@ -90,7 +91,6 @@ class _Binder:
         copy = FunctionType(
             function.__code__, names, function.__name__, function.__defaults__, closure
         )
-        copy.__kwdefaults__ = function.__kwdefaults__
         self.bound[key] = copy  # before its names: it may call itself
         self.keep.append(function)
         for name in _names(function.__code__):
@@ -211,15 +211,18 @@ def _filled(cell: CellType) -> bool:
     return True
 
 
-def _cuda_names(module: ModuleType | None) -> Iterator[tuple[int, str]]:
+@lru_cache(maxsize=1)
+def _cuda_names(module: ModuleType | None) -> dict[int, str]:
     """``id -> name`` of what `from numba.cuda import …` can bring into a kernel."""
+    names: dict[int, str] = {}
     for name, value in vars(module).items() if module else ():
         if isinstance(value, ModuleType | BuiltinFunctionType | int | str):
             continue
         origin = getattr(value, "__module__", "") or ""
         intrinsic = type(value).__name__ == "_Intrinsic"
         if intrinsic or ".cuda.stubs" in origin or name in vars(Cuda):
-            yield id(value), name
+            names[id(value)] = name
             for inner, stub in vars(value).items() if isinstance(value, type) else ():
                 if not inner.startswith("_") and isinstance(stub, type):
-                    yield id(stub), f"{name}.{inner}"
+                    names[id(stub)] = f"{name}.{inner}"
+    return names

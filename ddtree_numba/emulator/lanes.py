@@ -78,6 +78,9 @@ class Wait:
         self.orders_memory = orders_memory
 
 
+_FIRST_CLOCKS = [tuple(int(j == n) for j in range(WARP)) for n in range(WARP)]
+
+
 class Lane:
     """One thread of a block.
 
@@ -98,7 +101,7 @@ class Lane:
         self.left = False
         self.wait: Wait | None = None
         self.result: Any = None
-        self.clock = tuple(int(j == self.laneid) for j in range(WARP))
+        self.clock = _FIRST_CLOCKS[self.laneid]
         self.greenlet: greenlet
 
 
