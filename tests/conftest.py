@@ -4,6 +4,7 @@ import functools
 import os
 
 import pytest
+from numba import cuda, types
 
 from ddtree_numba import backend
 
@@ -13,9 +14,7 @@ def _ptx_problem() -> str | None:
     if backend.config.ENABLE_CUDASIM:
         return "Numba's simulator is on"
     try:
-        from numba.cuda.cudadrv import nvvm
-
-        nvvm.NVVM()
+        backend.compile_ptx(cuda.jit(lambda out: None), (types.int32[::1],))
     except Exception as error:
         return f"no CUDA compiler libraries ({type(error).__name__}); install '.[gpu]'"
     return None
