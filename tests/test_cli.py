@@ -1,0 +1,234 @@
+"""The command proves losslessness, speaks JSON, and meets bad input with one line."""
+
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import ddtree_numba
+from ddtree_numba import cli, kdtr
+from ddtree_numba.model import text
+
+PROMPT = "def mean(values):\n    return "
+SHORT = ["--prompt", PROMPT, "--max-new-tokens", "12", "--executor", "numpy"]
+
+
+def demo(*arguments):
+    return cli.main(["demo", *SHORT, *arguments])
+
+
+# --------------------------------------------------------------------------- demo
+
+
+def test_demo_shows_trees_text_and_a_table(capsys):
+    assert demo("--n-draft-nodes", "40") == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("ddtree_numba on numpy (CPU, no GPU used) | Python")
+    assert err == ""
+    assert "round 1: 40 draft nodes" in out
+    assert "● " in out and "○ " in out
+    assert "… and " in out, "of 40 nodes the most probable are shown"
+    assert re.search(r"tree \(40\) +12 ", out)
+    assert re.search(r"chain \(15\) +12 ", out)
+    assert re.search(r"plain +12 +12 +1\.00 ", out)
+    assert out.rstrip().endswith("outputs of tree, chain and plain: identical")
+
+
+def test_demo_brackets_the_text_of_each_round(capsys):
+    demo("--json")
+    out, err = capsys.readouterr()
+    after_prompt = err.split(PROMPT)[-1]
+    rounds = re.findall(r"⟦(.*?)⟧", after_prompt, flags=re.DOTALL)
+    assert len(rounds) == json.loads(out)["rounds"]
+    assert "".join(rounds) == json.loads(out)["text"]
+
+
+def test_colour_is_for_terminals_and_may_be_switched_off(capsys, monkeypatch):
+    demo()
+    assert "\x1b[" not in capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    demo()
+    in_colour = capsys.readouterr().out
+    assert "\x1b[36m" in in_colour and "⟦" not in in_colour
+    monkeypatch.setenv("NO_COLOR", "1")
+    demo()
+    assert "\x1b[" not in capsys.readouterr().out
+
+
+def test_json_is_one_object_with_the_promised_fields(capsys):
+    assert demo("--json", "--n-draft-nodes", "9") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["executor"], answer["lossless"]) == ("numpy", True)
+    assert (answer["tokens"], answer["n_draft_nodes"]) == (12, 9)
+    assert answer["tokens_per_round"] == 12 / answer["rounds"]
+    assert 1 <= answer["chain_tokens_per_round"] <= 12
+    assert answer["plain_tokens_per_round"] == 1
+    assert answer["seconds"] > 0
+    assert len(answer["text"].encode()) >= 12
+
+
+def test_the_module_is_the_command_and_json_stands_alone_on_stdout():
+    command = [sys.executable, "-m", "ddtree_numba", "demo", *SHORT, "--json"]
+    done = subprocess.run(command, capture_output=True, check=True, encoding="utf-8")
+    assert json.loads(done.stdout)["lossless"] is True
+    assert "ddtree_numba on numpy" in done.stderr
+
+
+def test_demo_samples_the_same_text_in_all_modes(capsys):
+    assert demo("--temperature", "0.7", "--seed", "3", "--json") == 0
+    sampled = json.loads(capsys.readouterr().out)
+    assert sampled["lossless"] is True
+    demo("--json")
+    assert sampled["text"] != json.loads(capsys.readouterr().out)["text"]
+
+
+def test_demo_fails_if_the_outputs_differ(capsys, monkeypatch):
+    generate = cli.generate
+
+    def broken(*arguments, mode, **how):
+        run = generate(*arguments, mode=mode, **how)
+        if mode == "chain":
+            run.tokens[0][-1] ^= 1
+        return run
+
+    monkeypatch.setattr(cli, "generate", broken)
+    assert demo("--json") == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["lossless"] is False
+    assert "DIFFERENT" in err
+
+
+def test_demo_draws_the_first_round(tmp_path, capsys):
+    path = tmp_path / "round.png"
+    assert demo("--figure", str(path)) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert str(path) in capsys.readouterr().out
+
+
+def test_the_default_prompt_is_held_out_text():
+    prompt = cli._read_prompt(None)
+    assert any(prompt in module for module in text.held_out_text().values())
+
+
+def test_a_prompt_is_a_file_a_text_or_standard_input(tmp_path, monkeypatch):
+    path = tmp_path / "prompt.py"
+    path.write_bytes(b"import os\n")
+    assert cli._read_prompt(str(path)) == b"import os\n"
+    assert cli._read_prompt("x = a/b") == b"x = a/b"
+    with open(path) as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        assert cli._read_prompt("-") == b"import os\n"
+
+
+def test_the_shown_part_of_a_tree_keeps_the_accepted_path():
+    parents = [-1, 0, 0, 0, 1, 3, 5]
+    tree = ddtree_numba.tree.DraftTree.from_parents(parents)
+    head, path = cli._head(tree, [0, 3, 5, 6], 1)
+    assert head.token_ids[0].tolist() == [0, 1, 3, 5, 6]
+    assert head.parents[0].tolist() == [-1, 0, 0, 2, 3]
+    assert path == [0, 2, 3, 4]
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+def fails(capsys, *arguments):
+    """The command's one line of complaint; exit code 2, nothing on stdout."""
+    with pytest.raises(SystemExit) as stop:
+        cli.main(list(arguments))
+    out, err = capsys.readouterr()
+    assert (stop.value.code, out, err.count("\n")) == (2, "", 1), err
+    return err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "the following arguments are required"),
+        (["paint"], "invalid choice: 'paint'"),
+        (["demo", "--prompt", "no/such.txt"], "--prompt no/such.txt: no such file"),
+        (["demo", "--prompt", ""], "--prompt is empty"),
+        (["demo", "--prompt", "x" * 1000], "1001 tokens and 256 are to come"),
+        (["demo", "--n-draft-nodes", "-1"], "--n-draft-nodes: -1; expected 0 … 1024"),
+        (["demo", "--n-draft-nodes", "1025"], "1025; expected 0 … 1024"),
+        (["demo", "--n-draft-nodes", "many"], "many; expected 0 … 1024"),
+        (["demo", "--max-new-tokens", "0"], "0; expected 1 or more"),
+        (["demo", "--temperature", "-1"], "-1; expected 0 or more"),
+        (["demo", "--temperature", "nan"], "nan; expected 0 or more"),
+        (["demo", "--temperature", "warm"], "warm; expected 0 or more"),
+        (["demo", "--executor", "tpu"], "invalid choice: 'tpu'"),
+        (["demo", "--figure", "no/such/dir.png"], "no such folder no/such"),
+        (["demo", "--figure", "round.xyz"], "expected a name ending in png"),
+        (["sweep", "--n-draft-nodes", "0"], "0; expected 1 … 1024"),
+    ],
+    ids=lambda x: " ".join(x)[:40] if isinstance(x, list) else "",
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, complaint, capsys):
+    assert complaint in fails(capsys, *arguments)
+
+
+def test_a_missing_gpu_is_said_before_the_work(capsys, monkeypatch):
+    monkeypatch.setattr(cli.backend, "gpu_problem", lambda: "there is no GPU")
+    message = fails(capsys, "demo", "--executor", "gpu")
+    assert "executor='gpu' was asked for, but there is no GPU." in message
+    monkeypatch.setenv("DDTREE_EXECUTOR", "gpu")
+    assert "DDTREE_EXECUTOR='gpu' was asked for" in fails(capsys, "demo")
+
+
+def test_a_figure_that_is_a_folder_is_refused(tmp_path, capsys):
+    (tmp_path / "round.png").mkdir()
+    message = fails(capsys, "demo", "--figure", str(tmp_path / "round.png"))
+    assert "cannot be written" in message
+
+
+@pytest.fixture
+def weights(tmp_path, monkeypatch):
+    """A folder that the command takes the weights from."""
+    from ddtree_numba.model import forward
+
+    monkeypatch.setattr(forward, "data_path", lambda *_: tmp_path)
+    return tmp_path
+
+
+def test_missing_weights_are_named(weights, capsys):
+    assert f"{weights / 'target.kdtr'}: no such weight file" in fails(capsys, "demo")
+
+
+def test_damaged_weights_are_named(weights, capsys):
+    path = weights / "target.kdtr"
+    kdtr.save(path, {"config": np.zeros(80, np.uint8)})
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert "target.kdtr" in fails(capsys, "demo")
+
+
+# ------------------------------------------------------------- the other commands
+
+
+def test_version_and_help(capsys):
+    for arguments, expected in (
+        (["--version"], f"ddtree_numba {ddtree_numba.__version__}"),
+        (["--help"], "ddtree demo --json"),
+        (["demo", "--help"], "exit code 1 if not"),
+        (["sweep", "--help"], "tokens per round"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(arguments)
+        assert stop.value.code == 0
+        assert expected in " ".join(capsys.readouterr().out.split())
+
+
+def test_sweep_writes_a_csv_and_a_figure(tmp_path, capsys):
+    how = ["--prompts", "2", "--max-new-tokens", "6", "--n-draft-nodes", "1", "8"]
+    out = tmp_path / "new" / "bench"
+    code = cli.main(["sweep", *how, "--executor", "numpy", "--out", str(out)])
+    assert code == 0
+    assert (out / "sweep.csv").read_text().startswith("# ddtree_numba on numpy")
+    frame = pd.read_csv(out / "sweep.csv", comment="#")
+    assert frame["n_draft_nodes"].tolist() == [1, 8, 15] * 2
+    assert frame["temperature"].tolist() == [0.0] * 3 + [0.7] * 3
+    assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert "tokens_per_round" in capsys.readouterr().out
