@@ -202,7 +202,7 @@ def generate(
     roots = np.array([text[-1] for text in texts], np.int32)
     left = np.full(len(texts), max_new_tokens)
     with tqdm(total=left.sum(), unit="token", desc=mode, disable=not progress) as bar:
-        while left.any():
+        while (left > 0).any():
             trace = loop.round(roots, left)
             run.rounds.append(trace)
             for b, tokens in enumerate(trace.committed):
