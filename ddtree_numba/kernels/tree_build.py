@@ -48,6 +48,8 @@ MAX_ROWS = MAX_DRAFT_NODES + 1
 THREADS = 256
 WARP = 32
 FULL_WARP = 0xFFFFFFFF
+SIBLING, CHILD = 0, 1  # the lanes that put a taken row's two candidates in its place
+NO_ORDER = 0x7FFF  # behind every candidate
 
 
 @cuda.jit(device=True)
@@ -66,34 +68,43 @@ def has_nan(table):
 @cuda.jit(device=True)
 def best_candidate(scores, orders, count):
     """The warp finds the best of `count` candidates, or slot -1 if none is left."""
-    # No candidate: loses to every score above -inf, and wins a tie at -inf.
-    score = np.float64(-math.inf)
-    order = np.int32(-1)
+    best = np.float64(-math.inf)
+    order = np.int32(NO_ORDER)
     slot = np.int32(-1)
     for s in range(cuda.threadIdx.x, count, WARP):
-        if scores[s] > score or (scores[s] == score and orders[s] < order):
-            score = scores[s]
+        if scores[s] > best or (scores[s] == best and orders[s] < order):
+            best = scores[s]
             order = np.int32(orders[s])
             slot = np.int32(s)
+    mine = best
     distance = WARP // 2
     while distance > 0:
-        other_score = cuda.shfl_xor_sync(FULL_WARP, score, distance)
-        other_order = cuda.shfl_xor_sync(FULL_WARP, order, distance)
-        other_slot = cuda.shfl_xor_sync(FULL_WARP, slot, distance)
-        if other_score > score or (other_score == score and other_order < order):
-            score = other_score
-            order = other_order
-            slot = other_slot
+        best = max(best, cuda.shfl_xor_sync(FULL_WARP, best, distance))
         distance //= 2
-    return score, order, slot
+    if best == -math.inf:  # in every lane alike
+        return best, order, np.int32(-1)
+    tied = cuda.ballot_sync(FULL_WARP, mine == best)
+    if cuda.popc(tied) > 1:
+        lowest = order if mine == best else np.int32(NO_ORDER)
+        distance = WARP // 2
+        while distance > 0:
+            lowest = min(lowest, cuda.shfl_xor_sync(FULL_WARP, lowest, distance))
+            distance //= 2
+        tied = cuda.ballot_sync(FULL_WARP, mine == best and order == lowest)
+    winner = cuda.ffs(tied) - 1
+    return (
+        best,
+        cuda.shfl_sync(FULL_WARP, order, winner),
+        cuda.shfl_sync(FULL_WARP, slot, winner),
+    )
 
 
 @cuda.jit(device=True)
-def score_of(table, row_scores, parent, depth, rank):
-    """Score of a parent row's child, -inf if the table ends before it."""
+def score_of(table, parent_score, depth, rank):
+    """Score of a parent's child, -inf if the table ends before it."""
     if depth > table.shape[0] or rank >= table.shape[1]:
         return np.float64(-math.inf)
-    return row_scores[parent] + np.float64(table[depth - 1, rank])
+    return parent_score + np.float64(table[depth - 1, rank])
 
 
 @cuda.jit(device=True)
@@ -121,8 +132,8 @@ def select_rows(
         parents[0] = 0
         ranks[0] = 0
         before[0] = -1
-        scores[0] = score_of(table, row_scores, 0, 1, 0)
-    # No barrier yet: nobody but lane 0 looks at the first candidate.
+        scores[0] = score_of(table, row_scores[0], 1, 0)
+    cuda.syncwarp()  # the first candidate is there before it is read
     for row in range(1, budget + 1):
         score, order, slot = best_candidate(scores, orders, row)
         if slot < 0:  # in every lane alike
@@ -130,25 +141,28 @@ def select_rows(
         for s in range(lane, row, WARP):
             if orders[s] >= order:
                 orders[s] += 1  # the taken slot's too: its sibling follows the child
-        cuda.syncwarp()  # every lane has read the frontier before it changes
-        if lane == 0:
-            parent = parents[slot]
-            rank = ranks[slot]
-            depth = row_depths[parent] + 1
+        parent, rank, previous = parents[slot], ranks[slot], before[slot]
+        depth = row_depths[parent] + 1
+        parent_score = row_scores[parent]
+        cuda.syncwarp()  # every lane has read the slot before it changes
+        if lane == SIBLING:
             row_scores[row] = score
             row_parents[row] = parent
             row_depths[row] = depth
             row_ranks[row] = rank
-            row_before[row] = before[slot]
+            row_before[row] = previous
             ranks[slot] = rank + 1
             before[slot] = row
-            scores[slot] = score_of(table, row_scores, parent, depth, rank + 1)
-            if row < budget:  # the last row's child has no slot
-                orders[row] = order
-                parents[row] = row
-                ranks[row] = 0
-                before[row] = -1
-                scores[row] = score_of(table, row_scores, row, depth + 1, 0)
+        elif lane == CHILD and row < budget:  # the last row's child has no slot
+            orders[row] = order
+            parents[row] = row
+            ranks[row] = 0
+            before[row] = -1
+        # One load and one sum for the two new candidates, side by side.
+        if lane == CHILD:
+            parent_score, depth, rank, slot = score, depth + 1, -1, row
+        if lane == SIBLING or (lane == CHILD and row < budget):
+            scores[slot] = score_of(table, parent_score, depth, rank + 1)
         cuda.syncwarp()  # the row and its two candidates are there
     return budget + 1
 
