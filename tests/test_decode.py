@@ -7,6 +7,8 @@ from numpy.testing import assert_array_equal
 
 from ddtree_numba import reference
 from ddtree_numba.decode import MODES, generate
+from ddtree_numba.model import load_model
+from ddtree_numba.model.text import held_out_prompts
 
 PROMPT = [3, 1, 4, 1, 5]
 STAGES = ["draft", "topk", "tree_build", "verify", "choose", "accept", "compact"]
@@ -77,6 +79,52 @@ def test_a_small_tree_after_a_big_one_does_not_see_its_rows():
     sizes = {int(trace.tree.n_rows[0]) for trace in run.rounds}
     assert sizes == {8, 51}
     assert run.tokens == [by_hand(model, PROMPT, 40)]
+
+
+# ---------------------------------------------------------------- the small model
+
+GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(scope="module")
+def small_model():
+    return load_model()
+
+
+@pytest.mark.parametrize("where", ["numpy", GPU])
+def test_the_small_model_is_lossless_on_20_held_out_prompts(small_model, where):
+    prompts = held_out_prompts(20, (96, 128, 160))
+    tree, chain, plain = (
+        generate(small_model, prompts, 48, mode=mode, executor=where) for mode in MODES
+    )
+    assert tree.tokens == chain.tokens == plain.tokens
+    assert tree.n_rounds < chain.n_rounds < plain.n_rounds == 20 * 48
+
+
+@pytest.mark.parametrize("where", ["numpy", GPU])
+def test_the_small_model_is_lossless_when_sampled(small_model, where):
+    prompts = held_out_prompts(4, (64, 100))
+    how = {"temperature": 0.9, "seed": 5, "executor": where}
+    tree, chain, plain = (
+        generate(small_model, prompts, 40, mode=mode, **how) for mode in MODES
+    )
+    assert tree.tokens == chain.tokens == plain.tokens
+
+
+def test_the_small_model_writes_the_argmax_of_its_unabsorbed_form(small_model):
+    (prompt,) = held_out_prompts(1, (100,))
+    run = generate(small_model, prompt, 40, executor="numpy")
+    logits, _ = small_model.unabsorbed(run.prompts[0] + run.tokens[0])
+    assert run.tokens[0] == logits[-41:-1].argmax(axis=1).tolist()
+
+
+def test_the_small_models_requests_are_decoded_as_if_alone(small_model):
+    prompts = held_out_prompts(3, (40, 90, 70), seed=1)
+    batch = generate(small_model, prompts, 30, stop_tokens=[10], executor="numpy")
+    for b, prompt in enumerate(prompts):
+        alone = generate(small_model, prompt, 30, stop_tokens=[10], executor="numpy")
+        assert batch.tokens[b] == alone.tokens[0]
+    assert len(set(map(len, batch.tokens))) > 1, "some stop at a newline, some go on"
 
 
 # ------------------------------------------------------------------------ the end
