@@ -127,6 +127,13 @@ def test_cells_of_accepted_rows_have_another_marker_too(tree):
     assert {int(row) for _, row in dots.get_offsets()} == {1, 2, 4}
 
 
+def test_cells_of_accepted_rows_are_orange(tree):
+    figure, _ = viz.mask_figure(tree, accepted=[0, 3])
+    pixels = figure.axes[0].images[0].get_array()
+    assert to_hex(pixels[3, 0] / 255).upper() == viz.ORANGE
+    assert to_hex(pixels[4, 0] / 255).upper() == viz.SKY
+
+
 def test_the_prefix_is_one_band_that_says_its_length(tree):
     figure, alt_text = viz.mask_figure(tree, prefix_len=777)
     (text,) = figure.axes[0].texts
