@@ -8,7 +8,7 @@ them, no `syncwarp` that both lanes took part in, or they come from different bl
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import CodeType
@@ -172,7 +172,7 @@ class Recorder:
             "offset": np.fromiter(offsets, np.int64, n),
             "kind": tag & 3,
             "lasti": np.fromiter(lastis, np.int32, n),
-            "code": np.fromiter(map(self._code_number, codes), np.int32, n),
+            "code": self._code_numbers_of(codes),
             "run": run + first_run,
         }
         self._of_block.append(
@@ -182,12 +182,14 @@ class Recorder:
         # What the running lane logs next belongs to a run of its own.
         self._marks = []
 
-    def _code_number(self, code: CodeType) -> int:
-        number = self._code_numbers.get(id(code))
-        if number is None:
-            number = self._code_numbers[id(code)] = len(self.codes)
-            self.codes.append(code)  # kept alive, so its id stays its own
-        return number
+    def _code_numbers_of(self, codes: Sequence[CodeType]) -> np.ndarray:
+        ids = np.fromiter(map(id, codes), np.int64, len(codes))
+        ids, first, which = np.unique(ids, return_index=True, return_inverse=True)
+        for key, row in zip(ids.tolist(), first, strict=True):
+            if key not in self._code_numbers:
+                self._code_numbers[key] = len(self.codes)
+                self.codes.append(codes[row])  # kept alive, so its id stays its own
+        return np.array([self._code_numbers[key] for key in ids.tolist()], int)[which]
 
     def _count(self, table: Table) -> None:
         """Keep the largest number of accesses of one lane, by space and kind."""
