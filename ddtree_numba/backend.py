@@ -346,7 +346,8 @@ class Place:
             stream = _current_stream(self._kind)
             configured = kernel[grid, block, stream, dynamic_shared]
             if dynamic_shared > 48 * 1024:
-                configured.pre_launch_callbacks.append(_allow_dynamic_shared)
+                # Set, not appended to: Numba keeps a kernel's configurations.
+                configured.pre_launch_callbacks[:] = [_allow_dynamic_shared]
             configured(*args)
             return
         from ddtree_numba.emulator import emulate

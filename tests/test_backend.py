@@ -344,47 +344,43 @@ assert ".entry" in backend.compile_ptx(kernel, (int32[::1],))
 # -------------------------------------------------------------- arrays of each library
 
 
-def torch_arrays():
-    torch = pytest.importorskip("torch")
-    return lambda x: torch.as_tensor(x, device="cuda"), lambda t: t.data_ptr()
+def to_torch(x):
+    return pytest.importorskip("torch").as_tensor(x, device="cuda")
 
 
-def cupy_arrays():
-    cupy = pytest.importorskip("cupy")
-    return cupy.asarray, lambda a: a.data.ptr
+def to_cupy(x):
+    return pytest.importorskip("cupy").asarray(x)
 
 
-def numba_arrays():
-    return cuda.to_device, lambda a: a.device_ctypes_pointer.value
+def pointer(x) -> int:
+    return x.__cuda_array_interface__["data"][0]
 
 
 LIBRARIES = pytest.mark.parametrize(
-    "arrays", [torch_arrays, cupy_arrays, numba_arrays], ids=["torch", "cupy", "numba"]
+    "to_device", [to_torch, to_cupy, cuda.to_device], ids=["torch", "cupy", "numba"]
 )
 
 
 @pytest.mark.gpu
 @LIBRARIES
-def test_device_arrays_come_back_in_kind_without_a_copy(arrays):
-    to_device, pointer = arrays()
+def test_device_arrays_come_back_in_kind_without_a_copy(to_device):
     x = to_device(np.arange(4, dtype=F32))
     at = place(x=x)
     assert (at.executor, at.on_device) == ("gpu", True)
     taken = at.take(x, "x", dtypes=(F32,), shape=(4,))
-    assert taken.device_ctypes_pointer.value == pointer(x)
+    assert pointer(taken) == pointer(x)
     out = at.empty((4,), F32)
     at.launch(double_kernel, 1, 32, taken, out)
     given = at.give(out)
     assert type(given) is type(x)
-    assert pointer(given) == out.device_ctypes_pointer.value
+    assert pointer(given) == pointer(out)
     as_numba = cuda.as_cuda_array(given)
     assert as_numba.copy_to_host().tolist() == [0, 2, 4, 6]
 
 
 @pytest.mark.gpu
 @LIBRARIES
-def test_strided_device_arrays_are_taken_as_they_are(arrays):
-    to_device, pointer = arrays()
+def test_strided_device_arrays_are_taken_as_they_are(to_device):
     x = to_device(np.arange(12, dtype=F32).reshape(3, 4))[1:, :2]
     taken = place(x=x).take(x, "x", dtypes=(F32,), shape=(2, 2))
     assert taken.strides == (16, 4)
@@ -401,7 +397,7 @@ def test_torch_bfloat16_is_taken_as_its_bits():
     x = torch.tensor([1.0, -2.5, float("inf")], dtype=torch.bfloat16, device="cuda")
     taken = place(x=x).take(x, "x", dtypes=(F32, BITS), shape=(3,))
     assert taken.dtype == np.uint16
-    assert taken.device_ctypes_pointer.value == x.data_ptr()
+    assert pointer(taken) == x.data_ptr()
     assert bf16.to_float32(taken.copy_to_host()).tolist() == [1.0, -2.5, np.inf]
 
 
@@ -436,6 +432,23 @@ def last_word_kernel(
     if cuda.threadIdx.x == 0:
         words[96 * 256 - 1] = 5
         out[0] = words[96 * 256 - 1]
+
+
+def test_launching_again_does_not_ask_for_shared_memory_twice():
+    class Kernel:
+        """Like Numba's: the same arguments give the same configuration again."""
+
+        pre_launch_callbacks: list = []
+
+        def __getitem__(self, arguments):
+            assert arguments == (1, 32, 0, 96 * 1024)
+            return self
+
+        def __call__(self):
+            assert len(self.pre_launch_callbacks) == 1
+
+    for _ in range(3):
+        Place("gpu", "numpy").launch(Kernel(), 1, 32, dynamic_shared=96 * 1024)
 
 
 @pytest.mark.gpu

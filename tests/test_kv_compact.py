@@ -142,7 +142,7 @@ def test_accepted_rows_arrive_and_nothing_else_changes(executor, case):
 @pytest.mark.parametrize("dtype", ["float32", "uint16"])
 def test_full_size_4_layers_b8_s4096_d576(dtype):
     rng = np.random.default_rng(3)
-    cache = rng.integers(2**16, size=(4, 8, 4096, 576)).astype(dtype)
+    cache = rng.integers(2**16, size=(4, 8, 4096, 576), dtype=np.uint16).astype(dtype)
     prefix = rng.integers(0, 3000, 8).astype(np.int32)
     rows = np.sort([rng.choice(1025, 16, replace=False) for _ in range(8)]).astype("i4")
     accept_len = rng.integers(0, 17, 8).astype(np.int32)
