@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import io
 import json
 import os
 import sys
@@ -23,6 +24,10 @@ SHOWN_ROUNDS = 2
 SHOWN_NODES = 24
 DEFAULT_PROMPT = 0
 DEFAULT_BUDGETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+SLOW = """\
+The emulator runs every lane in Python: a round of this model takes minutes. Try a short
+--prompt, --max-new-tokens 2 and --n-draft-nodes 4, or --executor numpy."""
 
 ABOUT = """\
 Speculative decoding with a draft tree (DDTree) on an MLA model, as Numba-CUDA kernels
@@ -68,8 +73,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done. 1: the outputs of tree, chain and plain decoding differ. 2: bad input.
     """
     args = _parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal without ● or ⟦ shows a question mark instead of a traceback.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
-        return args.run(args)
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -206,6 +217,10 @@ def _demo(args: argparse.Namespace) -> int:
             progress=sys.stderr.isatty(),
         )
 
+    if executor == "gpu":  # compile the kernels before anything is timed
+        generate(model, [prompt], 1, args.n_draft_nodes, executor=executor)
+    if executor == "emulator":
+        print(SLOW, file=sys.stderr)
     tree = run("tree")
     _print_trees(tree, text.decode, out)
     _print_text(tree, out)

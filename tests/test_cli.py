@@ -1,7 +1,9 @@
 """The command proves losslessness, speaks JSON, and meets bad input with one line."""
 
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -76,6 +78,23 @@ def test_the_module_is_the_command_and_json_stands_alone_on_stdout():
     done = subprocess.run(command, capture_output=True, check=True, encoding="utf-8")
     assert json.loads(done.stdout)["lossless"] is True
     assert "ddtree_numba on numpy" in done.stderr
+
+
+def test_a_terminal_that_cannot_show_the_marks_shows_the_rest():
+    command = [sys.executable, "-m", "ddtree_numba", "demo", *SHORT]
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, env=ascii_only)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"outputs of tree, chain and plain: identical" in done.stdout
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_leaves_early_is_no_error(unbuffered):
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    command = [sys.executable, "-m", "ddtree_numba", "demo", *SHORT]
+    shell = " ".join(map(shlex.quote, command)) + " | true"
+    done = subprocess.run(shell, shell=True, capture_output=True, env=env)
+    assert (done.stdout, done.stderr) == (b"", b"")
 
 
 def test_demo_samples_the_same_text_in_all_modes(capsys):
