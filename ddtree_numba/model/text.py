@@ -100,9 +100,7 @@ def training_text(stdlib: str | Path) -> dict[str, bytes]:
 
 def held_out_text() -> dict[str, bytes]:
     """The held-out modules, by dotted name, as stored in ``data/prompts``."""
-    return {
-        name: data_path("prompts", f"{name}.txt").read_bytes() for name in HELD_OUT
-    }
+    return {name: data_path("prompts", f"{name}.txt").read_bytes() for name in HELD_OUT}
 
 
 def held_out_prompts(
