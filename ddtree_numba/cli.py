@@ -16,6 +16,9 @@ from typing import Any, NoReturn, TextIO
 from ddtree_numba import __version__, backend
 from ddtree_numba.decode import Generation, check_prompts, generate
 from ddtree_numba.kernels.tree_build import MAX_DRAFT_NODES
+from ddtree_numba.model import load_model
+from ddtree_numba.model.text import decode as decode_bytes
+from ddtree_numba.model.text import held_out_prompts
 from ddtree_numba.tree import DraftTree, quoted
 
 Decode = Callable[[Sequence[int]], str]
@@ -192,14 +195,12 @@ def _add_demo(commands: Any) -> None:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from ddtree_numba.model import text
-
     with _input_errors():
         executor = backend.choose(args.executor)
         if args.figure:
             _check_writable(args.figure)
         prompt = _read_prompt(args.prompt)
-        model = _load_model()
+        model = load_model()
         check_prompts(model, [prompt], args.max_new_tokens)
     out = sys.stderr if args.json else sys.stdout
     print(backend.banner(executor), file=out)
@@ -222,13 +223,13 @@ def _demo(args: argparse.Namespace) -> int:
     if executor == "emulator":
         print(SLOW, file=sys.stderr)
     tree = run("tree")
-    _print_trees(tree, text.decode, out)
+    _print_trees(tree, decode_bytes, out)
     _print_text(tree, out)
     runs = {"tree": tree, "chain": run("chain"), "plain": run("plain")}
     lossless = all(other.tokens == tree.tokens for other in runs.values())
     _print_table(runs, lossless, out)
     if args.figure:
-        _draw_first_round(tree, text.decode, args.figure)
+        _draw_first_round(tree, decode_bytes, args.figure)
         print(f"first round drawn in {args.figure}", file=out)
     if args.json:
         print(json.dumps(_summary(runs, lossless, executor)))
@@ -237,8 +238,6 @@ def _demo(args: argparse.Namespace) -> int:
 
 def _read_prompt(given: str | None) -> bytes:
     """The prompt's bytes: of a file, of standard input, or the text itself."""
-    from ddtree_numba.model.text import held_out_prompts
-
     if given is None:
         return held_out_prompts()[DEFAULT_PROMPT]
     if given == "-":
@@ -257,12 +256,6 @@ def _read_prompt(given: str | None) -> bytes:
 def _looks_like_a_path(text: str) -> bool:
     one_word = text.split() == [text]
     return one_word and (os.sep in text or text.endswith((".txt", ".py", ".md")))
-
-
-def _load_model() -> Any:
-    from ddtree_numba.model import load_model
-
-    return load_model()
 
 
 def _check_writable(path: Path) -> None:
@@ -415,14 +408,13 @@ def _add_sweep(commands: Any) -> None:
 
 
 def _sweep(args: argparse.Namespace) -> int:
-    from ddtree_numba.model.text import held_out_prompts
     from ddtree_numba.sweep import sweep
     from ddtree_numba.viz import sweep_figure
 
     with _input_errors():
         executor = backend.choose(args.executor)
         args.out.mkdir(parents=True, exist_ok=True)
-        model = _load_model()
+        model = load_model()
     print(backend.banner(executor), file=sys.stderr)
     frame = sweep(
         model,

@@ -39,6 +39,7 @@ from ddtree_numba.kernels.argmax import argmax
 from ddtree_numba.kernels.topk import topk
 from ddtree_numba.kernels.tree_accept import tree_accept
 from ddtree_numba.kernels.tree_build import tree_build
+from ddtree_numba.model import Cache, Model
 from ddtree_numba.model.text import encode
 from ddtree_numba.tree import DraftTree
 
@@ -137,7 +138,7 @@ class Generation:
 
 
 def generate(
-    model: Any,
+    model: Model,
     prompts: Any,
     max_new_tokens: int,
     n_draft_nodes: int = 64,
@@ -219,8 +220,8 @@ def generate(
 class _Loop:
     """What stays the same from round to round, but for the cache's contents."""
 
-    model: Any
-    cache: Any
+    model: Model
+    cache: Cache
     run: Generation
     temperature: float
     seed: int
@@ -292,7 +293,7 @@ class _Loop:
         )
 
 
-def check_prompts(model: Any, prompts: Any, max_new_tokens: int) -> list[list[int]]:
+def check_prompts(model: Model, prompts: Any, max_new_tokens: int) -> list[list[int]]:
     """Tokens of a prompt or of a batch of them, as `generate` takes them.
 
     Raises
@@ -346,7 +347,7 @@ def _check_counts(
         raise ValueError(f"mode is {mode!r}; expected one of {', '.join(MODES)}")
 
 
-def draft_logits(model: Any, cache: Any, roots: np.ndarray) -> np.ndarray:
+def draft_logits(model: Model, cache: Cache, roots: np.ndarray) -> np.ndarray:
     """The drafter's logits [B, L, V] after these roots, at its own temperature."""
     return model.draft(cache, roots) / model.config.draft_temperature
 

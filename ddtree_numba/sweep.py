@@ -19,10 +19,11 @@ from ddtree_numba.decode import draft_logits, generate
 from ddtree_numba.kernels.topk import topk
 from ddtree_numba.kernels.tree_accept import tree_accept
 from ddtree_numba.kernels.tree_build import tree_build
+from ddtree_numba.model import Model
 
 
 def sweep(
-    model: Any,
+    model: Model,
     prompts: Sequence[Any],
     max_new_tokens: int,
     n_draft_nodes: Sequence[int],
@@ -96,7 +97,7 @@ class _Replay:
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         prompts: list[list[int]],
         tokens: list[list[int]],
         max_new_tokens: int,
