@@ -31,6 +31,7 @@ from numpy.typing import ArrayLike, NDArray
 from ddtree_numba import backend, vectorised
 from ddtree_numba._data import data_path
 from ddtree_numba.kernels.kv_compact import kv_compact
+from ddtree_numba.kernels.verify_attn import verify_attn
 from ddtree_numba.model.config import VOCAB, ModelConfig
 from ddtree_numba.model.weights import Weights, load_weights
 from ddtree_numba.tree import DraftTree, n_words
@@ -124,12 +125,13 @@ class Model:
         rng = np.random.default_rng(seed)
 
         def draw(shapes: dict[str, tuple[int, ...]]) -> Weights:
-            return {
-                name: np.ones(shape)
-                if name.endswith("norm")
-                else rng.normal(size=shape) * (0.2 if len(shape) < 3 else 0.1)
-                for name, shape in shapes.items()
-            }
+            weights = {}
+            for name, shape in shapes.items():
+                scale = 1.5 * shape[-2] ** -0.5 if name.startswith("w_") else 0.5
+                weights[name] = rng.normal(size=shape) * scale
+                if name.endswith("norm"):
+                    weights[name] += 1
+            return weights
 
         return cls(config, draw(config.target_shapes()), draw(config.drafter_shapes()))
 
@@ -411,8 +413,6 @@ def _attend(executor: str | None) -> Attend:
     executor = backend.choose(executor)
     if executor == "numpy":  # the reference's loops are for reading
         return vectorised.verify_attn
-    from ddtree_numba.kernels.verify_attn import verify_attn
-
     return functools.partial(verify_attn, executor=executor)
 
 
