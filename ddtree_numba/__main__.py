@@ -1,5 +1,17 @@
-"""`python -m ddtree_numba` is the `ddtree` command."""
+"""`python -m ddtree_numba` is the `ddtree` command.
 
-from ddtree_numba.cli import main
+NumPy's matrix library reads its number of threads when it is loaded, so the package
+itself must not load NumPy before this file sets it.
+"""
 
-raise SystemExit(main())
+import os
+
+# A round's products are small: one thread does them as fast as two, and on busy cores
+# threads that wait for each other took ten times as long.
+for _library in ("OPENBLAS", "MKL", "OMP"):
+    os.environ.setdefault(f"{_library}_NUM_THREADS", "1")
+
+from ddtree_numba.cli import main  # noqa: E402
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -3,10 +3,13 @@
 import functools
 import os
 
-import pytest
-from numba import cuda, types
+# As the command does, before NumPy is loaded: ddtree_numba/__main__.py tells why.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from ddtree_numba import backend
+import pytest  # noqa: E402
+from numba import cuda, types  # noqa: E402
+
+from ddtree_numba import backend  # noqa: E402
 
 
 @functools.cache

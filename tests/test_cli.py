@@ -227,6 +227,26 @@ def test_damaged_weights_are_named(weights, capsys):
 # ------------------------------------------------------------- the other commands
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_the_command_multiplies_in_one_thread():
+    env = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS")}
+    code = (
+        "import os, ddtree_numba.__main__, numpy as np; x = np.ones((500, 500)); x @ x;"
+        "print(len(os.listdir('/proc/self/task')))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=env, capture_output=True, check=True)
+    assert int(done.stdout) == 1
+
+
+def test_the_number_of_threads_may_be_told_otherwise():
+    code = "import os, ddtree_numba.__main__; print(os.environ['OMP_NUM_THREADS'])"
+    env = {**os.environ, "OMP_NUM_THREADS": "3"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=env, capture_output=True, check=True)
+    assert int(done.stdout) == 3
+
+
 def test_version_and_help(capsys):
     for arguments, expected in (
         (["--version"], f"ddtree_numba {ddtree_numba.__version__}"),
