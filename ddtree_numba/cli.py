@@ -25,7 +25,7 @@ Decode = Callable[[Sequence[int]], str]
 
 SHOWN_ROUNDS = 2
 SHOWN_NODES = 24
-DEFAULT_PROMPT = 0
+DEFAULT_PROMPT = 15  # of the held-out prompts: glob
 DEFAULT_BUDGETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 SLOW = """\
