@@ -8,7 +8,8 @@ import numba
 import numpy as np
 import pytest
 from numba import cuda, float32, int32, types, uint8, uint32
-from numba.cuda import libdevice, shared, syncthreads, threadIdx
+from numba.cuda import fp16, laneid, libdevice, shared, syncthreads, threadIdx
+from numba.cuda.libdevice import float_as_int
 
 from ddtree_numba.emulator import (
     EmulatorError,
@@ -18,7 +19,6 @@ from ddtree_numba.emulator import (
     emulate,
 )
 
-FULL = 0xFFFFFFFF
 LANES = np.arange(32)
 
 
@@ -317,9 +317,10 @@ def test_votes():
 
     out = np.zeros((32, 7), np.int64)
     emulate(kernel, 1, 32, out)
-    assert (out[:, :5] == [0xAAAAAAAA, 1, 0, 1, 0]).all()
-    assert out[:, 5].tolist() == [0xFFFF] * 16 + [0xFFFF0000] * 16
-    assert (out[:, 6] == FULL + 1).all()
+    # Ballots and matches are int32: with lane 31 in them they are negative.
+    assert (out[:, :5] == [-0x55555556, 1, 0, 1, 0]).all()
+    assert out[:, 5].tolist() == [0xFFFF] * 16 + [-0x10000] * 16
+    assert (out[:, 6] == -1 + 1).all()
 
 
 def test_a_vote_of_some_lanes_counts_only_those():
@@ -357,7 +358,7 @@ def test_a_short_last_warp_meets_a_full_mask():
 
     out = np.zeros(40, np.int64)
     emulate(kernel, 1, 40, out)
-    assert out.tolist() == [FULL] * 32 + [0xFF] * 8
+    assert out.tolist() == [-1] * 32 + [0xFF] * 8
 
 
 # -- atomics --------------------------------------------------------------------------
@@ -498,6 +499,143 @@ def test_float32_overflow_and_division_by_zero_do_not_warn():
     inf, nan = np.inf, np.nan
     expected = [inf, inf, nan, -inf, inf, -inf, nan, inf]
     assert np.array_equal(out, np.array(expected, np.float32), equal_nan=True)
+
+
+def test_floats_become_integers_as_ptx_converts_them():
+    """Saturated, not wrapped; NaN is 0 from float32 to at most 32 bits."""
+
+    @cuda.jit
+    def kernel(x, stored32, stored_u32, stored_u64, stored8, cast):
+        i = cuda.threadIdx.x
+        stored32[i] = x[i]
+        stored_u32[i] = x[i]
+        stored_u64[i] = x[i]
+        stored8[i] = x[i]
+        cast[0, i] = int(x[i])
+        cast[1, i] = np.int32(np.float64(x[i]))
+        cast[2, i] = round(x[i])
+
+    x = np.array([2.5, -1.5, 3e9, -3e9, np.inf, -np.inf, np.nan, 300], np.float32)
+    outs = [np.zeros(8, t) for t in (np.int32, np.uint32, np.uint64, np.uint8)]
+    cast = np.zeros((3, 8), np.int64)
+    emulate(kernel, 1, 8, x, *outs, cast)
+    top, low, big, small = 2**31 - 1, -(2**31), 2**63 - 1, -(2**63)
+    assert outs[0].tolist() == [2, -1, top, low, top, low, 0, 300]
+    assert outs[1].tolist() == [2, 0, 3 * 10**9, 0, 2**32 - 1, 0, 0, 300]
+    assert outs[2].tolist() == [2, 0, 3 * 10**9, 0, 2**64 - 1, 0, 2**63, 300]
+    assert outs[3].tolist() == [2, 0, 255, 0, 255, 0, 0, 44]  # 16 bits, cut off
+    assert cast[0].tolist() == [2, -1, 3 * 10**9, -3 * 10**9, big, small, small, 300]
+    assert cast[1].tolist() == [2, -1, top, low, top, low, low, 300]
+    assert cast[2].tolist() == [2, -2, 3 * 10**9, -3 * 10**9, big, small, small, 300]
+
+
+def test_max_and_min_of_two_floats_pass_over_nan_and_tell_zeros_apart():
+    @cuda.jit
+    def kernel(x, out):
+        nan, one, zero = x[0], x[1], x[2]
+        out[0] = max(nan, one)
+        out[1] = max(one, nan)
+        out[2] = min(nan, one)
+        out[3] = min(one, nan)
+        out[4] = math.copysign(one, max(-zero, zero))
+        out[5] = math.copysign(one, min(zero, -zero))
+        out[6] = max(nan, one, one)  # three: as Python compares them
+        out[7] = max(one, x[3]) + min(x[3], one) + max(3, 2) + min(2, 3) + max(4, 4)
+
+    out = np.zeros(8, np.float32)
+    emulate(kernel, 1, 1, np.array([np.nan, 1, 0, 7], np.float32), out)
+    assert out[[0, 1, 2, 3, 4, 5, 7]].tolist() == [1, 1, 1, 1, 1, -1, 17]
+    assert np.isnan(out[6])
+
+
+def test_functions_of_math_beyond_their_domain_and_with_two_results():
+    @cuda.jit
+    def kernel(x, out):
+        inf, small = x[0], x[1]
+        out[0] = math.floor(inf)
+        out[1] = math.ceil(-small)
+        out[2] = math.trunc(-small * 5)
+        out[3], exponent = math.frexp(small * 20)
+        out[4] = exponent
+        out[5], out[6] = math.modf(-x[2])
+        out[7] = math.ldexp(small, 4)
+        out[8] = math.ldexp(small, 200)
+        out[9] = math.gamma(x[3])
+        out[10] = math.gamma(-small * 4)
+        out[11] = math.lgamma(x[3])
+        out[12] = math.gamma(x[4])
+
+    out = np.zeros(13, np.float32)
+    x = np.array([np.inf, 0.25, 2.75, 0, 99], np.float32)
+    emulate(kernel, 1, 1, x, out)
+    inf, nan = np.inf, np.nan
+    expected = [inf, 0, -1, 0.625, 3, -0.75, -2, 4, inf, inf, nan, inf, inf]
+    assert np.array_equal(out, np.array(expected, np.float32), equal_nan=True)
+    assert np.signbit(out[1])  # ceil(-0.25) is a float: -0.0
+
+
+def test_half_precision_functions_round_once_and_stay_half():
+    @cuda.jit
+    def kernel(x, out, flags):
+        a, b = x[0], x[1]
+        out[0] = fp16.hadd(a, b)
+        out[1] = fp16.hfma(a, a, fp16.hneg(fp16.hmul(a, a)))
+        out[2] = numba.cuda.fp16.hmax(a, x[2])
+        out[3] = fp16.hrcp(b)
+        out[4] = math.exp(b)
+        flags[0] = fp16.hgt(a, b)
+        flags[1] = fp16.heq(x[2], x[2])
+
+    x = np.array([1 + 2.0**-10, 3, np.nan], np.float16)
+    out, flags = np.zeros(5, np.float16), np.zeros(2, np.int32)
+    emulate(kernel, 1, 1, x, out, flags)
+    expected = [4, 2.0**-20, 1 + 2.0**-10, 1 / 3, math.exp(3)]
+    assert out.tolist() == np.array(expected, np.float16).tolist()
+    assert flags.tolist() == [0, 0]
+
+
+def test_vectors_have_parts_of_their_type():
+    @cuda.jit
+    def kernel(out):
+        v = cuda.float32x4(cuda.float2(1, 2), cuda.threadIdx.x, 0.1)
+        out[0] = v.x + v.y + v.z
+        out[1] = v.w
+        out[2] = cuda.uchar2(257, -1).x + numba.cuda.int32x3(1, 2, 3.9).z
+
+    out = np.zeros(3)
+    emulate(kernel, 1, 1, out)
+    assert out.tolist() == [3, np.float32(0.1), 4]
+    for wrong in (lambda: cuda.int2(1), lambda: cuda.int2(1, 2).z):
+        with pytest.raises(UnsupportedError, match="of 2 has no .z|expected 2 numbers"):
+            emulate(wrong, 1, 1)
+
+
+def test_bits_are_counted_in_the_width_of_a_cast():
+    @cuda.jit
+    def kernel(out):
+        out[0] = cuda.popc(np.int8(-1))
+        out[1] = cuda.clz(np.int64(1))
+        out[2] = cuda.clz(np.uint16(1))
+        out[3] = cuda.brev(np.uint64(1)) >> np.uint64(60)
+
+    out = np.zeros(4, np.int64)
+    emulate(kernel, 1, 1, out)
+    assert out.tolist() == [8, 63, 15, 8]
+
+
+def test_shuffles_take_five_bits_of_their_distance():
+    @cuda.jit
+    def kernel(out):
+        i = cuda.laneid
+        out[i, 0] = cuda.shfl_up_sync(-1, i, 33)
+        out[i, 1] = cuda.shfl_down_sync(-1, i, 32)
+        out[i, 2] = cuda.shfl_xor_sync(-1, i, 34)
+
+    out = np.zeros((32, 3), np.int32)
+    emulate(kernel, 1, 32, out)
+    assert np.array_equal(out[:, 0], np.maximum(LANES - 1, 0))
+    assert np.array_equal(out[:, 1], LANES)
+    assert np.array_equal(out[:, 2], LANES ^ 2)
 
 
 def test_float32_stays_float32():
@@ -692,6 +830,26 @@ def test_names_imported_from_cuda():
     out = np.zeros(3, np.int32)
     emulate(kernel, 1, 3, out)
     assert out.tolist() == [5, 4, 3]
+
+
+def test_functions_imported_from_libdevice_and_fp16_have_a_body_here():
+    hadd = fp16.hadd
+
+    @cuda.jit
+    def kernel(out):
+        out[0] = float_as_int(float32(1)) + hadd(np.float16(1), np.float16(2))
+
+    out = np.zeros(1, np.int32)
+    emulate(kernel, 1, 1, out)
+    assert out[0] == 0x3F800000 + 3
+
+
+def test_a_bare_laneid_is_refused_as_numba_does():
+    def kernel(out):
+        out[0] = laneid
+
+    with pytest.raises(UnsupportedError, match="cuda.laneid"):
+        emulate(kernel, 1, 1, np.zeros(1))
 
 
 def test_the_kernels_module_is_left_alone():

@@ -15,7 +15,9 @@ import numpy as np
 from . import scalars
 from .arrays import POISON, Cells, open_array, poisoned
 from .errors import LaunchError, MaskError, UnsupportedError
+from .half import Fp16
 from .lanes import WARP, Hub
+from .vectors import VECTORS
 
 if TYPE_CHECKING:
     from .trace import Recorder
@@ -50,10 +52,12 @@ class Cuda:
         self.const = _Const()
         self.atomic = _Atomic(hub)
         self.libdevice = _Libdevice()
+        self.fp16 = Fp16()
 
     def __getattr__(self, name: str) -> Any:
-        if name in scalars.CASTS:
-            return scalars.CASTS[name]
+        for table in (scalars.CASTS, VECTORS):
+            if name in table:
+                return table[name]
         raise UnsupportedError(f"the emulator has no cuda.{name}")
 
     # -- indices ----------------------------------------------------------------------
@@ -113,15 +117,15 @@ class Cuda:
         return self._shuffle("shfl_sync", mask, value, int(src_lane) % WARP)
 
     def shfl_up_sync(self, mask: int, value: Any, delta: int) -> Any:
-        source = self._hub.lane.laneid - int(delta)
+        source = self._hub.lane.laneid - int(delta) % WARP
         return self._shuffle("shfl_up_sync", mask, value, source)
 
     def shfl_down_sync(self, mask: int, value: Any, delta: int) -> Any:
-        source = self._hub.lane.laneid + int(delta)
+        source = self._hub.lane.laneid + int(delta) % WARP
         return self._shuffle("shfl_down_sync", mask, value, source)
 
     def shfl_xor_sync(self, mask: int, value: Any, lane_mask: int) -> Any:
-        source = self._hub.lane.laneid ^ int(lane_mask)
+        source = self._hub.lane.laneid ^ int(lane_mask) % WARP
         return self._shuffle("shfl_xor_sync", mask, value, source)
 
     def _shuffle(self, name: str, mask: int, value: Any, source: int) -> Any:
@@ -156,7 +160,7 @@ class Cuda:
         return hub.rendezvous("warp", name, mask, payload, combine)
 
     def activemask(self) -> int:
-        return self._hub.rendezvous("converged", "activemask", 0, True, _ballot)
+        return self._hub.rendezvous("converged", "activemask", 0, True, _active)
 
     def lanemask_lt(self) -> int:
         return (1 << self.laneid) - 1
@@ -221,14 +225,23 @@ def _undefined(value: Any) -> Any:
     return POISON << 16 | POISON
 
 
+def _signed(bits: int) -> int:
+    """A mask as numba types what ballots and matches give: int32."""
+    return bits - (1 << WARP) if bits >> WARP - 1 else bits
+
+
+def _active(given: dict[int, Any]) -> dict[int, int]:
+    return dict.fromkeys(given, sum(1 << lane for lane in given))
+
+
 def _ballot(given: dict[int, Any]) -> dict[int, int]:
     bits = sum(1 << lane for lane, yes in given.items() if yes)
-    return dict.fromkeys(given, bits)
+    return dict.fromkeys(given, _signed(bits))
 
 
 def _match_any(given: dict[int, Any]) -> dict[int, int]:
     return {
-        lane: sum(1 << other for other, its in given.items() if its == value)
+        lane: _signed(sum(1 << other for other, its in given.items() if its == value))
         for lane, value in given.items()
     }
 
@@ -236,7 +249,7 @@ def _match_any(given: dict[int, Any]) -> dict[int, int]:
 def _match_all(given: dict[int, Any]) -> dict[int, tuple[int, bool]]:
     first = next(iter(given.values()))
     same = all(value == first for value in given.values())
-    mask = sum(1 << lane for lane in given) if same else 0
+    mask = _signed(sum(1 << lane for lane in given)) if same else 0
     return dict.fromkeys(given, (mask, same))
 
 

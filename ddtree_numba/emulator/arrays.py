@@ -143,7 +143,7 @@ class Cells:
 
     __slots__ = (
         "array", "cells", "data", "log", "n0", "n1", "origin", "read_tag", "s0", "s1",
-        "shape", "steps", "store_word", "words", "write_tag", "written",
+        "shape", "sink", "steps", "store_word", "words", "write_tag", "written",
     )  # fmt: skip
 
     def __init__(
@@ -157,6 +157,8 @@ class Cells:
         # A memoryview gives Python ints (see scalars.py) and is twice as fast.
         plain = dtype.kind in "ib" or (dtype.kind == "u" and size < 8)
         self.cells: Any = memoryview(data) if plain else data  # type: ignore[arg-type]
+        # It also refuses floats, which must not be converted as NumPy does it.
+        self.sink: Any = memoryview(data) if dtype.kind == "u" else self.cells  # type: ignore[arg-type]
         self.log = None if array.recorder is None else array.recorder.log.append
         self.words: Any = None
         self.store_word = _WRITTEN.get(size, 0)
@@ -368,7 +370,7 @@ class Cells1(Cells):
     def __setitem__(self, i: Any, value: Any) -> None:
         try:
             if 0 <= i < self.n0:
-                self.cells[i] = value
+                self.sink[i] = value
                 if self.log is not None:
                     f = _getframe(1)
                     k = self.origin + i * self.s0
@@ -408,7 +410,7 @@ class Cells2(Cells):
         try:
             i, j = index
             if 0 <= i < self.n0 and 0 <= j < self.n1:
-                self.cells[index] = value
+                self.sink[index] = value
                 if self.log is not None:
                     f = _getframe(1)
                     k = self.origin + i * self.s0 + j * self.s1
@@ -447,7 +449,7 @@ class CellsN(Cells):
     def __setitem__(self, index: Any, value: Any) -> None:
         try:
             if len(index) == len(self.steps) and min(index) >= 0:
-                self.cells[index] = value
+                self.sink[index] = value
                 if self.log is not None:
                     f = _getframe(1)
                     k = sum(map(mul, index, self.steps), self.origin)

@@ -8,6 +8,7 @@ stand replaced, however they were imported.
 from __future__ import annotations
 
 import builtins
+import dis
 import math
 import sys
 from collections.abc import Callable
@@ -20,11 +21,14 @@ import numpy as np
 from .api import Cuda
 from .arrays import open_array
 from .errors import UnsupportedError
-from .scalars import CASTS, MATH, as_dtype
+from .scalars import BUILTINS, CASTS, MATH, as_dtype
 
 __all__ = ["bind", "plain_function"]
 
 _MISSING = object()
+
+#: Modules of numba whose functions have no Python body, and their place in `Cuda`.
+_STUB_MODULES = {".cuda.libdevice": "libdevice", ".cuda_fp16": "fp16"}
 
 
 def plain_function(kernel: Any) -> FunctionType:
@@ -57,6 +61,7 @@ class _Binder:
             self.vocabulary[id(limits)] = _of_dtype(limits)
         for name, function in MATH.items():
             self.vocabulary[id(getattr(math, name))] = function
+        self.vocabulary |= {id(old): new for old, new in BUILTINS.items()}
         self.vocabulary[id(float)] = CASTS["float64"]
         self.real = sys.modules.get("numba.cuda")
         self.stubs = _cuda_names(self.real)
@@ -132,7 +137,9 @@ class _Binder:
             found: Any = self.cuda
             for part in self.stubs[id(value)].split("."):
                 if part == "laneid":
-                    raise UnsupportedError("import cuda and write cuda.laneid")
+                    raise UnsupportedError(
+                        "laneid: numba compiles only cuda.laneid, so import cuda"
+                    )
                 found = getattr(found, part)
             return found
         if hasattr(value, "py_func"):
@@ -140,6 +147,9 @@ class _Binder:
                 self.cuda.shared.inlined.add(id(value.py_func.__code__))
             return self.kernel_code(value.py_func)
         if isinstance(value, FunctionType):
+            for module, namespace in _STUB_MODULES.items():
+                if value.__module__.endswith(module):  # its own text does nothing
+                    return getattr(getattr(self.cuda, namespace), value.__name__)
             return self.python_code(value)
         return value
 
@@ -167,10 +177,7 @@ class _Module:
         self.__dict__["_binder"] = binder
 
     def __getattr__(self, name: str) -> Any:
-        source = self._source
-        if source.__name__.endswith("cuda.libdevice"):
-            return getattr(self._binder.cuda.libdevice, name)
-        found = self._binder.replace(getattr(source, name))
+        found = self._binder.replace(getattr(self._source, name))
         if isinstance(found, _GlobalArray):
             found = found.named(name)
         self.__dict__[name] = found  # the next use finds it directly
@@ -194,9 +201,11 @@ class _GlobalArray:
         return open_array(name, "const", data)
 
 
+@lru_cache(maxsize=1024)
 def _names(code: CodeType) -> set[str]:
-    """Every global name and attribute that code and the functions in it mention."""
-    found = set(code.co_names)
+    """Every global name that code and the functions in it mention."""
+    instructions = dis.get_instructions(code)
+    found = {str(i.argval) for i in instructions if i.opname == "LOAD_GLOBAL"}
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             found |= _names(constant)

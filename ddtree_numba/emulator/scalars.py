@@ -1,4 +1,4 @@
-"""Scalar arithmetic as a kernel sees it: casts, `math`, bit operations, libdevice.
+"""Scalar arithmetic as a kernel sees it: casts, builtins, `math`, bits, libdevice.
 
 Integers are Python ints between two stores. Numba widens every integer operation to
 64 bits, so this is what a kernel computes as long as nothing exceeds 64 bits and no
@@ -19,10 +19,13 @@ import numpy as np
 
 from .errors import UnsupportedError
 
-__all__ = ["CASTS", "LIBDEVICE", "MATH", "as_dtype", "brev", "clz", "ffs", "fma"]
+__all__ = [
+    "BUILTINS", "CASTS", "LIBDEVICE", "MATH", "as_dtype", "brev", "clz", "ffs", "fma",
+    "to_odd",
+]  # fmt: skip
 
 _ONE32 = np.float32(1)
-_FLOAT32 = np.float32
+_FLOAT32, _FLOAT16 = np.float32, np.float16
 
 
 def as_dtype(kind: Any) -> np.dtype:
@@ -36,13 +39,18 @@ def as_dtype(kind: Any) -> np.dtype:
         raise UnsupportedError(f"no NumPy dtype for {kind!r}") from error
 
 
-def _rounded(x: Any) -> int:
-    """A float as PTX `cvt.rzi` sees it; infinities saturate at the caller's wrap."""
+def _saturated(x: Any, bits: int, signed: bool, rounding: Any = int) -> int:
+    """A float as an integer as PTX `cvt` gives it: saturated, NaN by its table.
+
+    NaN is 0 only from 16 and 32 bits to at most 32 (PTX ISA, `cvt`).
+    """
+    low, high = (-(1 << bits - 1), 1 << bits - 1) if signed else (0, 1 << bits)
     if x != x:
-        return 0
-    if x in (math.inf, -math.inf):
-        return (1 << 63) - 1 if x > 0 else -(1 << 63)
-    return int(x)
+        narrow = bits <= 32 and x.__class__ in (_FLOAT32, _FLOAT16)
+        return 0 if narrow else (low or high >> 1)
+    if not low <= x < high:
+        return low if x < low else high - 1
+    return int(rounding(x))
 
 
 class TypedInt(int):
@@ -65,7 +73,11 @@ def _integer_cast(dtype: np.dtype) -> Callable[[Any], Any]:
 
     def cast(x: Any = 0) -> Any:
         if x.__class__ is not int:
-            x = _rounded(x) if isinstance(x, float | np.floating) else int(x)
+            if isinstance(x, float | np.floating):
+                # There is no conversion to 8 bits: one to 16, cut off.
+                x = _saturated(x, max(bits, 16), low < 0)
+            else:
+                x = int(x)
         if not low <= x < high:
             x &= mask
             x = x if x < high else x - span
@@ -104,37 +116,136 @@ def _make_casts() -> dict[str, Callable[[Any], Any]]:
 CASTS = _make_casts()
 
 
+# -- builtins -----------------------------------------------------------------------
+
+
+def _maximum(a: Any, *others: Any) -> Any:
+    """`max`: numba makes of two floats `fmax`, which passes NaN over; else Python's."""
+    if len(others) != 1:
+        return max(a, *others)
+    (b,) = others
+    if a > b:
+        return a
+    if b > a:
+        return b
+    if not (isinstance(a, float | np.floating) and isinstance(b, float | np.floating)):
+        return a
+    if a != a:
+        return b
+    return a if b != b or a else a + b  # of two zeros the positive one
+
+
+def _minimum(a: Any, *others: Any) -> Any:
+    """`min`, as `_maximum`."""
+    if len(others) != 1:
+        return min(a, *others)
+    (b,) = others
+    if a < b:
+        return a
+    if b < a:
+        return b
+    if not (isinstance(a, float | np.floating) and isinstance(b, float | np.floating)):
+        return a
+    if a != a:
+        return b
+    return a if b != b or a else -(-a - b)
+
+
+def _to_int(x: Any = 0) -> int:
+    """`int(x)`: a float becomes 64 bits."""
+    if isinstance(x, float | np.floating):
+        return _saturated(x, 64, signed=True)
+    return int(x)
+
+
+def _round(x: Any, ndigits: Any = None) -> Any:
+    """`round`: to the nearest integer, ties to even, as `llrint`."""
+    if ndigits is not None or not isinstance(x, float | np.floating):
+        return round(x, ndigits)
+    return _saturated(np.float64(x), 64, signed=True, rounding=round)
+
+
+#: ``{the builtin: what a kernel runs instead}``
+BUILTINS = {max: _maximum, min: _minimum, int: _to_int, round: _round}
+
+
 # -- math ---------------------------------------------------------------------------
+
+
+def _like(y: Any, *args: Any) -> Any:
+    """A result as numba types it: float64 but for float32 or float16 arguments."""
+    kinds = set(map(type, args))
+    if _FLOAT32 in kinds and not kinds & {float, np.float64}:
+        return _ONE32 * y
+    return _FLOAT16(y) if kinds == {_FLOAT16} else np.float64(y)
+
+
+def _gamma_limit(x: float) -> float:
+    """gamma where Python raises: poles and overflow."""
+    if x == 0:
+        return math.copysign(math.inf, x)
+    return math.inf if x > 0 else math.nan
+
+
+#: Where Python's function raises and NumPy has none.
+_BEYOND: dict[str, Callable[..., float]] = {
+    "gamma": _gamma_limit,
+    "lgamma": lambda x: math.inf,
+}
 
 
 def _float_function(name: str) -> Callable[..., Any]:
     """`math.<name>` that keeps float32 and gives inf or NaN where Python raises."""
     exact = getattr(math, name)
     vector = getattr(np, {"pow": "power", "fabs": "abs"}.get(name, name), None)
+    beyond = _BEYOND.get(name, vector)
 
     def function(*args: Any) -> Any:
         try:
             y = exact(*args)
         except (OverflowError, ValueError):
-            if vector is None:
+            if beyond is None:
                 raise
-            y = float(vector(*(np.float64(x) for x in args)))
-        if _FLOAT32 in map(type, args) and float not in map(type, args):
-            return _ONE32 * y
-        return np.float64(y)
+            y = float(beyond(*(np.float64(x) for x in args)))
+        return _like(y, *args)
 
     def unary(x: Any) -> Any:
         try:
             y = exact(x)
         except (OverflowError, ValueError):
-            if vector is None:
+            if beyond is None:
                 raise
-            y = float(vector(np.float64(x)))
-        return _ONE32 * y if x.__class__ is _FLOAT32 else np.float64(y)
+            y = float(beyond(np.float64(x)))
+        if x.__class__ is _FLOAT32:
+            return _ONE32 * y
+        return np.float64(y) if x.__class__ is not _FLOAT16 else _FLOAT16(y)
 
     chosen = function if name in _BINARY else unary
     chosen.__name__ = name
     return chosen
+
+
+def _whole(name: str) -> Callable[[Any], Any]:
+    """`floor`, `ceil` or `trunc`: a float here, unlike Python's."""
+    vector = getattr(np, name)
+    return lambda x: vector(x if isinstance(x, np.floating) else np.float64(x))
+
+
+def _ldexp(x: Any, exponent: Any) -> Any:
+    try:
+        return _like(math.ldexp(x, int(exponent)), x)
+    except OverflowError:
+        return _like(math.copysign(math.inf, x), x)
+
+
+def _frexp(x: Any) -> tuple[Any, int]:
+    fraction, exponent = math.frexp(x)
+    return _like(fraction, x), exponent
+
+
+def _modf(x: Any) -> tuple[Any, Any]:
+    fraction, whole = math.modf(x)
+    return _like(fraction, x), _like(whole, x)
 
 
 _BINARY = ("atan2", "copysign", "fmod", "hypot", "pow", "remainder", "nextafter")
@@ -147,15 +258,19 @@ _UNARY = (
 MATH: dict[str, Callable[..., Any]] = {
     name: _float_function(name) for name in (*_UNARY, *_BINARY) if hasattr(math, name)
 }
+MATH |= {name: _whole(name) for name in ("floor", "ceil", "trunc")}
+MATH |= {"ldexp": _ldexp, "frexp": _frexp, "modf": _modf}
 
 
 # -- bits ---------------------------------------------------------------------------
 
 
 def _width(x: Any) -> int:
-    """Bits of an integer operand: 64 for uint64 or what 32 bits cannot hold."""
+    """Bits of an integer operand: of its type if a cast gave it one, else 32 or 64."""
+    if isinstance(x, TypedInt | np.integer):
+        return x.dtype.itemsize * 8
     fits = -(1 << 31) <= int(x) < (1 << 32)
-    return 32 if fits and not isinstance(x, np.uint64) else 64
+    return 32 if fits else 64
 
 
 def _bits(x: Any) -> tuple[int, int]:
@@ -169,7 +284,7 @@ def popc(x: Any) -> int:
 
 
 def clz(x: Any) -> int:
-    """Leading zero bits (of 32, or of 64 for values that need 64)."""
+    """Leading zero bits (untyped: of 32, or of 64 for values that need 64)."""
     value, width = _bits(x)
     return width - value.bit_length()
 
@@ -181,12 +296,13 @@ def ffs(x: Any) -> int:
 
 
 def brev(x: Any) -> int:
-    """The bits in reverse order (of 32, or of 64 for values that need 64)."""
-    value, width = _bits(x)
+    """The bits in reverse order (untyped: of 32, or of 64 where 32 do not do)."""
+    width = max(_width(x), 32)
+    value = int(x) & ((1 << width) - 1)
     return int(format(value, f"0{width}b")[::-1], 2)
 
 
-def _to_odd(x: float, y: float) -> float:
+def to_odd(x: float, y: float) -> float:
     """x + y in float64, rounded to odd: a second rounding to float32 is then right."""
     total = x + y
     if not math.isfinite(total):
@@ -203,7 +319,7 @@ def fma(a: Any, b: Any, c: Any) -> Any:
     if float in map(type, (a, b, c)) or np.float64 in map(type, (a, b, c)):
         return _fma64(float(a), float(b), float(c))
     # A product of two float32 is exact in float64.
-    return _ONE32 * _to_odd(float(a) * float(b), float(c))
+    return _ONE32 * to_odd(float(a) * float(b), float(c))
 
 
 def _fma64(a: float, b: float, c: float) -> Any:
