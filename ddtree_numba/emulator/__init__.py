@@ -66,14 +66,17 @@ from .errors import (
     BarrierDivergenceError,
     DeadlockError,
     EmulatorError,
+    InFlightError,
     KernelError,
     LaunchError,
     MaskError,
+    MisalignedError,
     OutOfBoundsError,
     StuckError,
     UninitialisedReadError,
     UnsupportedError,
 )
+from .intrinsics import emulation
 from .launch import emulate
 from .report import Report
 from .trace import Race
@@ -82,9 +85,11 @@ __all__ = [
     "BarrierDivergenceError",
     "DeadlockError",
     "EmulatorError",
+    "InFlightError",
     "KernelError",
     "LaunchError",
     "MaskError",
+    "MisalignedError",
     "OutOfBoundsError",
     "Race",
     "Report",
@@ -92,4 +97,5 @@ __all__ = [
     "UninitialisedReadError",
     "UnsupportedError",
     "emulate",
+    "emulation",
 ]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import scalars
-from .arrays import POISON, Cells, open_array, poisoned
+from .arrays import POISON, Cells, Written, open_array, poisoned
 from .errors import LaunchError, MaskError, UnsupportedError
 from .half import Fp16
 from .lanes import WARP, Hub
@@ -293,7 +293,7 @@ class _Shared:
         self._arrays.clear()
         self._static_nbytes = 0
         self._dynamic = poisoned(self._dynamic_nbytes)
-        self._dynamic_written = memoryview(bytearray(self._dynamic_nbytes))
+        self._dynamic_written = memoryview(Written(self._dynamic_nbytes))
 
     def array(self, shape: Any, dtype: Any, alignment: int | None = None) -> Cells:
         frame = _getframe(1)
@@ -306,11 +306,14 @@ class _Shared:
         found = self._arrays.get(site)
         if found is None:
             name = variable or f"shared@{frame.f_lineno}"
-            found = self._new(name, _shape(shape), scalars.as_dtype(dtype))
+            kind = scalars.as_dtype(dtype)
+            found = self._new(name, _shape(shape), kind, alignment or kind.itemsize)
             self._arrays[site] = found
         return found
 
-    def _new(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Cells:
+    def _new(
+        self, name: str, shape: tuple[int, ...], dtype: np.dtype, alignment: int
+    ) -> Cells:
         if math.prod(shape) == 0:
             count = self._dynamic_nbytes // dtype.itemsize
             data = self._dynamic[: count * dtype.itemsize].view(dtype)
@@ -319,8 +322,8 @@ class _Shared:
             nbytes = math.prod(shape) * dtype.itemsize
             self._static_nbytes += nbytes
             self._check_size(name)
-            data = poisoned(nbytes).view(dtype).reshape(shape)
-            written = memoryview(bytearray(nbytes))
+            data = poisoned(nbytes, max(8, alignment)).view(dtype).reshape(shape)
+            written = memoryview(Written(nbytes))
         return open_array(name, "shared", data, written, self._recorder)
 
     def _check_size(self, name: str) -> None:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .errors import (
+    EmulatorError,
+    InFlightError,
     LaunchError,
     OutOfBoundsError,
     UninitialisedReadError,
@@ -27,7 +29,10 @@ from .scalars import CASTS, as_dtype
 if TYPE_CHECKING:
     from .trace import Recorder
 
-__all__ = ["ATOMIC", "READ", "WRITE", "Array", "Cells", "open_array", "poisoned"]
+__all__ = [
+    "ATOMIC", "IN_FLIGHT", "READ", "WRITE", "WRITTEN", "Array", "Cells", "Written",
+    "open_array", "poisoned",
+]  # fmt: skip
 
 READ, WRITE, ATOMIC = 0, 1, 2
 
@@ -35,15 +40,37 @@ READ, WRITE, ATOMIC = 0, 1, 2
 #: int16 it is 32765, as an int32 2147319805.
 POISON = 0x7FFD
 
-# One byte of the bitmap a byte of memory. It is read in words as wide as an element, so
-# a typed view of half-written bytes sees that they are.
+# One byte of the bitmap a byte of memory: 0 until it is written. It is read in words as
+# wide as an element, so a typed view of half-written bytes sees that they are.
+WRITTEN = b"\x01"
+IN_FLIGHT = 2  # a copy is on its way there
 _WRITTEN = {1: 0x01, 2: 0x0101, 4: 0x01010101, 8: 0x0101010101010101}
 _WORDS = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
-def poisoned(nbytes: int) -> np.ndarray:
-    """Fresh bytes, uint8 [nbytes], filled with poison."""
-    return np.full((nbytes + 1) // 2, POISON, np.uint16).view(np.uint8)[:nbytes]
+class Written(bytearray):
+    """The bitmap of shared memory.
+
+    Attributes
+    ----------
+    in_flight : dict
+        ``{address // 16: copy}`` of the copies that are on their way there.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.in_flight: dict[int, Any] = {}
+
+
+def poisoned(nbytes: int, alignment: int = 16) -> np.ndarray:
+    """Fresh bytes, uint8 [nbytes], filled with poison.
+
+    They stand at a multiple of `alignment` (a power of two, at least 8) that is no
+    multiple of twice as much: what relies on more goes wrong here too.
+    """
+    room = np.full((nbytes + 3 * alignment) // 2, POISON, np.uint16).view(np.uint8)
+    start = (alignment - _address(room)) % (2 * alignment)
+    return room[start : start + nbytes]
 
 
 def _address(data: np.ndarray) -> int:
@@ -68,7 +95,8 @@ class Array:
     """
 
     __slots__ = (
-        "address", "itemsize", "name", "number", "recorder", "shape", "space", "steps"
+        "address", "itemsize", "name", "number", "recorder", "shape", "space", "steps",
+        "wide",
     )  # fmt: skip
 
     def __init__(
@@ -84,6 +112,7 @@ class Array:
         self.shape = data.shape
         self.itemsize = data.itemsize
         self.steps = tuple(step // data.itemsize for step in data.strides)
+        self.wide: Array | None = None  # see spans.py
         self.recorder = recorder
         self.number = 0 if recorder is None else recorder.register(self)
 
@@ -221,7 +250,13 @@ class Cells:
             i * step for i, step in zip(index, self.steps, strict=True)
         )
 
-    def _unwritten(self, index: Any) -> UninitialisedReadError:
+    def _unreadable(self, index: Any, offset: int) -> EmulatorError:
+        address = self.array.address + offset * self.itemsize
+        copy = getattr(self.words.obj, "in_flight", {}).get(address // 16)
+        if copy is not None:
+            return InFlightError(
+                f"{self._called(index)}: read while {copy} is on its way there"
+            )
         return UninitialisedReadError(
             f"{self._called(index)}: {self.array.space} memory is read before anything "
             "was written to it"
@@ -236,7 +271,7 @@ class Cells:
         if self.log is not None:
             self.log((self.read_tag + kind, offset, frame.f_lasti, frame.f_code))
         if self.words is not None and self.words[offset] != self.store_word:
-            raise self._unwritten(index)
+            raise self._unreadable(index, offset)
         return self.cells[where]
 
     def store(self, index: Any, value: Any, frame: FrameType) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 from .api import Cuda
 from .arrays import open_array
 from .errors import UnsupportedError
+from .intrinsics import find_emulation
 from .scalars import BUILTINS, CASTS, MATH, as_dtype
 
 __all__ = ["bind", "plain_function"]
@@ -142,6 +143,8 @@ class _Binder:
                     )
                 found = getattr(found, part)
             return found
+        if instruction := find_emulation(value, self.cuda._hub):
+            return instruction
         if hasattr(value, "py_func"):
             if getattr(value, "targetoptions", {}).get("inline") in (True, "always"):
                 self.cuda.shared.inlined.add(id(value.py_func.__code__))

@@ -13,9 +13,11 @@ __all__ = [
     "BarrierDivergenceError",
     "DeadlockError",
     "EmulatorError",
+    "InFlightError",
     "KernelError",
     "LaunchError",
     "MaskError",
+    "MisalignedError",
     "OutOfBoundsError",
     "Place",
     "StuckError",
@@ -89,12 +91,20 @@ class OutOfBoundsError(EmulatorError, IndexError):
     """An index outside its array's shape, or a negative one."""
 
 
+class MisalignedError(EmulatorError, ValueError):
+    """A wide instruction at an address that is no multiple of what it needs."""
+
+
 class MaskError(EmulatorError, ValueError):
     """A lane calls a warp collective with a mask that does not name it."""
 
 
 class UninitialisedReadError(EmulatorError):
     """A shared or local element is read before anything was written to it."""
+
+
+class InFlightError(EmulatorError):
+    """Memory is used while an asynchronous copy from or to it is on its way."""
 
 
 class StuckError(EmulatorError):

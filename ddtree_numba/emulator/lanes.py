@@ -13,6 +13,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from sys import _getframe
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
@@ -28,11 +29,15 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
+    from .copies import Copies
     from .trace import Recorder
 
-__all__ = ["WARP", "Dim3", "Hub", "Lane"]
+__all__ = ["INSTRUCTIONS", "WARP", "Dim3", "Hub", "Lane"]
 
 WARP = 32
+
+#: Code that stands for one instruction of a kernel (intrinsics.py), wherever it is.
+INSTRUCTIONS: set[CodeType] = set()
 
 #: Rounds in which lanes only spin before the hub calls it a deadlock.
 SPIN_LIMIT = 10_000
@@ -57,8 +62,9 @@ class Wait:
     """What a lane waits for.
 
     `scope` is ``"block"`` (all lanes of the block), ``"warp"`` (the lanes that `mask`
-    names), ``"converged"`` (whoever of the warp comes to the same place), or ``"spin"``
-    (nobody: the lane only lets others run).
+    names), ``"aligned"`` (the 32 lanes of a warp, at the same place), ``"converged"``
+    (whoever of the warp comes to the same place), or ``"spin"`` (nobody: the lane only
+    lets others run).
     """
 
     __slots__ = ("combine", "mask", "name", "orders_memory", "payload", "scope", "site")
@@ -90,8 +96,8 @@ class Lane:
     """
 
     __slots__ = (
-        "clock", "greenlet", "index", "laneid", "left", "result", "thread", "wait",
-        "warp",
+        "clock", "copies", "greenlet", "index", "laneid", "left", "result", "thread",
+        "wait", "warp",
     )  # fmt: skip
 
     def __init__(self, index: int, thread: tuple[int, int, int]) -> None:
@@ -101,6 +107,7 @@ class Lane:
         self.left = False
         self.wait: Wait | None = None
         self.result: Any = None
+        self.copies: Copies | None = None  # its asynchronous copies, once it has any
         self.clock = _FIRST_CLOCKS[self.laneid]
         self.greenlet: greenlet
 
@@ -148,6 +155,7 @@ class Hub:
         payload: Any = None,
         combine: Combine | None = None,
         orders_memory: bool = False,
+        frame: FrameType | None = None,
     ) -> Any:
         """Wait for the other lanes; returns this lane's part of `combine`'s result.
 
@@ -162,8 +170,10 @@ class Hub:
             (scope "block": inside the block).
         orders_memory : bool
             Whether accesses before it are ordered against accesses after it.
+        frame : optional
+            The kernel's; given if it is not the caller's caller.
         """
-        frame = _getframe(2)
+        frame = frame or _getframe(2)
         lane = self.lane
         lane.wait = Wait(
             scope, name, mask, payload, combine, orders_memory,
@@ -282,17 +292,20 @@ class Hub:
 
     def _release_warps(self, waiting: list[Lane]) -> list[Lane]:
         """Every complete warp collective, and every lane that spins."""
-        groups: dict[tuple[int, str, int], list[Lane]] = defaultdict(list)
+        groups: dict[tuple[int, str, int, Any], list[Lane]] = defaultdict(list)
         released = []
         for lane in waiting:
             wait = lane.wait
             assert wait is not None
             if wait.scope == "warp":
-                groups[lane.warp, wait.name, wait.mask].append(lane)
+                groups[lane.warp, wait.name, wait.mask, None].append(lane)
+            elif wait.scope == "aligned":
+                groups[lane.warp, wait.name, wait.mask, wait.site].append(lane)
             elif wait.scope == "spin":
                 released.append(lane)
-        for (warp, _, mask), group in groups.items():
-            if len(group) == (mask & self._exists(warp)).bit_count():
+        for (warp, _, mask, site), group in groups.items():
+            needed = mask if site else mask & self._exists(warp)
+            if len(group) == needed.bit_count():
                 self._combine(group, {lane.laneid: lane for lane in group})
                 released += group
         released.sort(key=lambda lane: lane.index)
@@ -372,6 +385,8 @@ def _box(size: Dim3) -> list[tuple[int, int, int]]:
 
 def _is_users(frame: Any) -> bool:
     """Whether a frame is the kernel's side, not the emulator's or NumPy's."""
+    if frame.f_code in INSTRUCTIONS:
+        return False
     package = frame.f_globals.get("__package__") or ""
     return package != __package__ and package.split(".")[0] != "numpy"
 
