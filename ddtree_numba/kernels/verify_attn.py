@@ -708,8 +708,8 @@ def _check_fit(prefix_lens: np.ndarray, visibility: np.ndarray, room: int) -> No
     tails = np.where(bits, np.arange(1, bits.shape[1] + 1), 0).max(axis=1, initial=0)
     for b in np.flatnonzero((prefix_lens < 0) | (prefix_lens + tails > room)):
         raise ValueError(
-            f"prefix_lens[{b}] is {prefix_lens[b]}; expected 0 … {room - tails[b]} (the "
-            f"cache has {room} rows, and the tree's visible rows take {tails[b]})"
+            f"prefix_lens[{b}] is {prefix_lens[b]}; expected 0 … {room - tails[b]} "
+            f"(the cache has {room} rows, the tree's visible rows take {tails[b]})"
         )
 
 
