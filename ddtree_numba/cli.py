@@ -459,6 +459,6 @@ def _refs(args: argparse.Namespace) -> int:
     out = args.out or data_path("refs")
     with _input_errors():
         out.mkdir(parents=True, exist_ok=True)
-    write_refs(out)
-    print(f"golden cases written to {out}")
+    paths = write_refs(out)
+    print(f"{len(paths)} golden cases written to {out}")
     return 0

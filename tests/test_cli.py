@@ -271,3 +271,12 @@ def test_sweep_writes_a_csv_and_a_figure(tmp_path, capsys):
     assert frame["temperature"].tolist() == [0.0] * 3 + [0.7] * 3
     assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
     assert "tokens_per_round" in capsys.readouterr().out
+
+
+def test_refs_writes_the_golden_cases_where_it_is_told(tmp_path, capsys, monkeypatch):
+    from ddtree_numba import refs
+
+    monkeypatch.setattr(refs, "RECIPES", dict(list(refs.RECIPES.items())[:2]))
+    assert cli.main(["refs", "--out", str(tmp_path / "new")]) == 0
+    assert len(list((tmp_path / "new").glob("*.kdtr"))) == 2
+    assert f"2 golden cases written to {tmp_path}" in capsys.readouterr().out
