@@ -44,7 +44,7 @@ def b_place(row, column):
 
 @cuda.jit(device=True, inline="always")
 def request_tiles(a, b, a_tile, b_tile, first_row, first_column, first_k):
-    """Ask for a [64, 32] tile of `a` and a [32, 64] tile of `b`, zero past the edges."""
+    """Ask for a [64, 32] tile of `a` and a [32, 64] of `b`, zero past the edges."""
     for n in range(TILE_M * TILE_K // 8 // THREADS):
         chunk = n * THREADS + cuda.threadIdx.x
         row, k = chunk // (TILE_K // 8), chunk % (TILE_K // 8) * 8

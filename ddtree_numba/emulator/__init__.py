@@ -23,13 +23,17 @@ What is emulated
 - Arithmetic: float32 is rounded after every operation, overflows to inf and divides by
   zero without a warning. Integers are Python ints between two stores and wrap when they
   are stored or cast: numba computes them in 64 bits, NumPy would wrap at 32.
+- A kernel's own intrinsics, by the `emulation` that they bring: tensor cores, copies
+  that arrive later (`ddtree_numba.kernels.ptx`). A copy arrives at the wait and not
+  before; it counts as one read and as two writes, at the request and at the wait.
 
 What is reported
 ----------------
 Always: an index outside its array (negative too), shared or local memory read before it
 is written, a block barrier that some lanes miss (or left before), a warp collective
 whose mask names lanes that do not come or not its caller, lanes that spin for ever, an
-impossible launch. Each names kernel, source line, block and lane.
+impossible launch; memory that is used while a copy from or to it is on its way, wide
+accesses to misaligned addresses. Each names kernel, source line, block and lane.
 
 With ``trace=True`` (2 to 3 times slower): every access to global and shared memory, and
 races. Two accesses to a common byte race when at least one writes, they are not both

@@ -90,8 +90,12 @@ class Copies:
         to, source = copy.to, copy.source
         assert to.written is not None
         if to.written != bytes([IN_FLIGHT]) * len(to.written):
-            raise InFlightError(f"{to.name}: written while {copy} was on its way there")
+            raise InFlightError(
+                f"{to.name}: written {to.writer()} while {copy} was on its way there"
+            )
         if source is not None and (source.bytes != copy.new[: len(source.bytes)]).any():
-            raise InFlightError(f"{source.name}: written while {copy} was reading it")
+            raise InFlightError(
+                f"{source.name}: written {source.writer()} while {copy} was reading it"
+            )
         del to.written.obj.in_flight[to.address // 16]  # type: ignore
         to.write(copy.new, frame)

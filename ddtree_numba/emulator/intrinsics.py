@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from .copies import Copies
-from .errors import OutOfBoundsError
+from .errors import OutOfBoundsError, UnsupportedError
 from .lanes import INSTRUCTIONS, WARP, Hub
 from .spans import Span
 
@@ -56,10 +56,15 @@ def emulation(intrinsic: Any) -> Callable[[Emulation], Emulation]:
 def find_emulation(value: Any, hub: Hub) -> Emulation | None:
     """What a kernel on `hub` calls for an intrinsic; None for anything else."""
     _, function = _EMULATIONS.get(id(value), (None, None))
-    if function is None:
+    if function is None and type(value).__name__ != "_Intrinsic":
         return None
 
     def instruction(*args: Any) -> Any:
+        if function is None:
+            raise UnsupportedError(
+                f"the emulator does not know what {value} does: register its emulation "
+                "(ddtree_numba.emulator.emulation)"
+            )
         return function(Executing(hub, _getframe(1)), *args)
 
     return instruction

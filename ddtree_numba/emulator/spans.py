@@ -18,7 +18,9 @@ from .errors import (
     OutOfBoundsError,
     UninitialisedReadError,
     UnsupportedError,
+    source_line,
 )
+from .trace import line_of
 
 __all__ = ["Span"]
 
@@ -123,7 +125,20 @@ class Span:
             wide = self.array.wide = _Wide(self.array, 16)
         offset = (self.address - wide.address) // wide.itemsize
         entry = wide.number * 4 + kind, offset, frame.f_lasti, frame.f_code
-        recorder.log.append(entry)
+        recorder.note(entry)
+
+    def writer(self) -> str:
+        """The last line that wrote to any of the bytes, as far as the trace knows."""
+        recorder = self.array.recorder
+        if recorder is None:
+            return "by a line that trace=True would name"
+        for tag, offset, lasti, code in reversed(recorder.log):
+            array = recorder.arrays[tag >> 2]
+            start = array.address + offset * array.itemsize
+            overlaps = -array.itemsize < start - self.address < len(self.bytes)
+            if overlaps and tag & 3 != READ:
+                return "by " + source_line(code.co_filename, line_of(code, lasti))
+        return "by a line that the trace no longer knows"
 
     def read(self, frame: FrameType) -> np.ndarray:
         """The bytes, copied."""
@@ -157,6 +172,7 @@ class _Wide(Array):
         self.of = array
         self.name, self.space = array.name, array.space
         self.address = array.address - array.address % nbytes
+        self.allocation = array.allocation
         self.itemsize = nbytes
         self.shape, self.steps = array.shape, array.steps
         self.recorder = array.recorder
