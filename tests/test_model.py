@@ -10,6 +10,7 @@ from random_trees import random_parents
 from ddtree_numba import kdtr
 from ddtree_numba._data import data_path
 from ddtree_numba.kdtr import KdtrError
+from ddtree_numba.kernels.verify_attn import verify_attn
 from ddtree_numba.model import BOS, Model, ModelConfig, forward, load_model, text
 from ddtree_numba.model.weights import load_weights, save_weights
 from ddtree_numba.tree import DraftTree
@@ -107,10 +108,18 @@ def test_padding_rows_have_no_logits_and_leave_the_cache_alone(model):
     assert np.isnan(cache.kv[:, 0, 11:]).all()
 
 
-def test_any_executor_serves_attention(model, executor):
+def test_any_executor_serves_attention(model, executor, monkeypatch):
+    asked = []
+
+    def watched(*args, executor, **sizes):
+        asked.append(executor)
+        return verify_attn(*args, executor=executor, **sizes)
+
     prompts, tree = random_batch([5, 3], [4, 2])
     expected = model.verify(model.prefill(prompts, 9), tree, executor="numpy")
+    monkeypatch.setattr(forward, "verify_attn", watched)
     found = model.verify(model.prefill(prompts, 9), tree, executor=executor)
+    assert asked == ([] if executor == "numpy" else [executor] * SMALL.n_layers)
     # A kernel adds in float32: a few times CLOSE.
     assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
@@ -258,6 +267,12 @@ def test_a_damaged_weight_file_is_named(weight_folder, part, damage):
 def test_a_file_of_the_other_network_is_refused(weight_folder):
     with pytest.raises(ValueError, match="drafter weight 'w_fuse' must have shape"):
         load_weights(weight_folder / "target.kdtr", "drafter")
+
+
+def test_the_drafters_file_says_its_temperature(weight_folder, model):
+    calibrated = dataclasses.replace(SMALL, draft_temperature=0.8)
+    save_weights(weight_folder / "drafter.kdtr", calibrated, model.drafter)
+    assert load_model(weight_folder).config == calibrated
 
 
 def test_weights_of_two_models_are_refused(weight_folder):
