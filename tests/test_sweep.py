@@ -1,9 +1,11 @@
 """The sweep's replay runs the rounds that the loop runs."""
 
 import numpy as np
+import pandas as pd
 import pytest
 from fake_model import VOCAB, random_model, scripted_model
 
+from ddtree_numba._data import data_path
 from ddtree_numba.decode import generate
 from ddtree_numba.sweep import sweep
 
@@ -45,3 +47,23 @@ def test_a_perfect_drafter_commits_whole_blocks():
     frame = sweep(model, [script[:2], script[:3]], 40, [7], executor="numpy")
     assert frame["tokens_per_round"].tolist() == [8, 8]
     assert frame["rounds"].tolist() == [10, 10]
+
+
+def test_the_recorded_sweep_shows_what_the_small_model_promises():
+    frame = pd.read_csv(data_path("bench", "sweep.csv"), comment="#")
+    assert (frame["prompts"] == 30).all()
+    greedy, sampled = (
+        frame[frame["temperature"] == t].set_index(["mode", "n_draft_nodes"])
+        for t in (0.0, 0.7)
+    )
+    per_round = greedy["tokens_per_round"]
+    assert per_round["tree"].is_monotonic_increasing
+    chain = per_round["chain", 15]
+    assert per_round["tree", 64] >= max(8.5, 1.2 * chain)
+    assert per_round["tree", 512] >= 1.35 * chain
+    assert sampled["tokens_per_round"]["tree", 64] >= 5.0
+    trees = greedy.loc["tree"]
+    # Greedy text is what the drafter learned; there its probabilities are right.
+    assert trees["expected_accepted"].to_numpy() == pytest.approx(
+        trees["accepted"].to_numpy(), rel=0.1
+    )
