@@ -22,7 +22,7 @@ from .vectors import VECTORS
 if TYPE_CHECKING:
     from .trace import Recorder
 
-__all__ = ["Cuda"]
+__all__ = ["SHARED_LIMIT", "Cuda"]
 
 _FULL = 0xFFFFFFFF
 STATIC_SHARED_LIMIT = 48 * 1024  # bytes a block, every card
@@ -131,7 +131,7 @@ class Cuda:
     def _shuffle(self, name: str, mask: int, value: Any, source: int) -> Any:
         if not 0 <= source < WARP:
             source = self._hub.lane.laneid  # beyond the warp: a lane keeps its value
-        return self._collective(name, mask, (value, source), _exchange)
+        return self._collective(name, mask, (value, source), _exchange, 3)
 
     def ballot_sync(self, mask: int, predicate: Any) -> int:
         return self._collective("ballot_sync", mask, bool(predicate), _ballot)
@@ -153,11 +153,16 @@ class Cuda:
         return self._collective("match_all_sync", mask, value, _match_all)
 
     def _collective(
-        self, name: str, mask: int, payload: Any, combine: Callable[[dict], dict]
+        self,
+        name: str,
+        mask: int,
+        payload: Any,
+        combine: Callable[[dict], dict],
+        kernel_is_up: int = 2,
     ) -> Any:
         # Shuffles and votes exchange values; they do not order memory (CUDA C++ guide).
-        hub, mask = self._hub, self._mask(mask)
-        return hub.rendezvous("warp", name, mask, payload, combine)
+        hub, mask, frame = self._hub, self._mask(mask), _getframe(kernel_is_up)
+        return hub.rendezvous("warp", name, mask, payload, combine, frame=frame)
 
     def activemask(self) -> int:
         return self._hub.rendezvous("converged", "activemask", 0, True, _active)
@@ -285,15 +290,23 @@ class _Shared:
         self._recorder = recorder
         self._dynamic_nbytes = dynamic_nbytes
         self._arrays: dict[tuple[Any, ...], Cells] = {}
+        self._memory: list[tuple[np.ndarray, Written]] = []
         self.inlined: set[int] = set()
+        self._static_nbytes = 0
+        self._dynamic, self._dynamic_written = self._allocate(dynamic_nbytes, 16)
         hub.new_block = self._clear
-        self._clear()
+
+    def _allocate(self, nbytes: int, alignment: int) -> tuple[np.ndarray, memoryview]:
+        memory, written = poisoned(nbytes, max(8, alignment)), Written(nbytes)
+        self._memory.append((memory, written))
+        return memory, memoryview(written)
 
     def _clear(self) -> None:
-        self._arrays.clear()
-        self._static_nbytes = 0
-        self._dynamic = poisoned(self._dynamic_nbytes)
-        self._dynamic_written = memoryview(Written(self._dynamic_nbytes))
+        """Make all memory as if it were new: a trace knows it by its address."""
+        for memory, written in self._memory:
+            memory[:] = poisoned(len(memory))
+            written[:] = bytes(len(written))
+            written.in_flight.clear()
 
     def array(self, shape: Any, dtype: Any, alignment: int | None = None) -> Cells:
         frame = _getframe(1)
@@ -322,8 +335,8 @@ class _Shared:
             nbytes = math.prod(shape) * dtype.itemsize
             self._static_nbytes += nbytes
             self._check_size(name)
-            data = poisoned(nbytes, max(8, alignment)).view(dtype).reshape(shape)
-            written = memoryview(Written(nbytes))
+            memory, written = self._allocate(nbytes, alignment)
+            data = memory.view(dtype).reshape(shape)
         return open_array(name, "shared", data, written, self._recorder)
 
     def _check_size(self, name: str) -> None:

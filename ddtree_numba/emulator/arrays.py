@@ -77,6 +77,13 @@ def _address(data: np.ndarray) -> int:
     return data.__array_interface__["data"][0]
 
 
+def _allocation(data: np.ndarray) -> int:
+    """The address of the array of which `data` is a view; itself if of none."""
+    while isinstance(data.base, np.ndarray):
+        data = data.base
+    return _address(data)
+
+
 class Array:
     """The description of a named piece of memory.
 
@@ -86,8 +93,8 @@ class Array:
         As the source calls it.
     space : str
         ``"global"``, ``"shared"``, ``"local"`` or ``"const"``.
-    address : int
-        Of element 0, in bytes.
+    address, allocation : int
+        Of element 0 and of the array that the memory is part of, in bytes.
     shape, steps, itemsize
         Of the array; steps count elements.
     number : int
@@ -95,8 +102,8 @@ class Array:
     """
 
     __slots__ = (
-        "address", "itemsize", "name", "number", "recorder", "shape", "space", "steps",
-        "wide",
+        "address", "allocation", "itemsize", "name", "number", "recorder", "shape",
+        "space", "steps", "wide",
     )  # fmt: skip
 
     def __init__(
@@ -109,6 +116,7 @@ class Array:
         self.name = name
         self.space = space
         self.address = _address(data)
+        self.allocation = _allocation(data)
         self.shape = data.shape
         self.itemsize = data.itemsize
         self.steps = tuple(step // data.itemsize for step in data.strides)
@@ -188,7 +196,7 @@ class Cells:
         self.cells: Any = memoryview(data) if plain else data  # type: ignore[arg-type]
         # It also refuses floats, which must not be converted as NumPy does it.
         self.sink: Any = memoryview(data) if dtype.kind == "u" else self.cells  # type: ignore[arg-type]
-        self.log = None if array.recorder is None else array.recorder.log.append
+        self.log = None if array.recorder is None else array.recorder.note
         self.words: Any = None
         self.store_word = _WRITTEN.get(size, 0)
         self.written = written

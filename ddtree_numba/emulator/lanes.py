@@ -287,6 +287,8 @@ class Hub:
             if lane.wait.site != site or lane.wait.name != name:  # type: ignore[union-attr]
                 return []
         self._combine(waiting, {lane.index: lane for lane in waiting})
+        if self.recorder is not None:
+            self.recorder.end_phase(self.phase, (name, *site))
         self.phase += 1
         return waiting
 
@@ -329,6 +331,9 @@ class Hub:
     def _combine(self, group: list[Lane], numbered: dict[int, Lane]) -> None:
         wait = group[0].wait
         assert wait is not None
+        if self.recorder is not None and wait.scope != "block":
+            there = self._exists(group[0].warp).bit_count()
+            self.recorder.meet((wait.name, *wait.site), len(group), there)
         if wait.combine is not None:
             given = {n: lane.wait.payload for n, lane in numbered.items()}  # type: ignore[union-attr]
             results = wait.combine(given)

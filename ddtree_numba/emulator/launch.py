@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .api import Cuda
+from .api import SHARED_LIMIT, Cuda
 from .arrays import open_array
 from .binding import bind, plain_function
 from .errors import LaunchError
@@ -85,7 +85,12 @@ def emulate(
         raise LaunchError(f"order: expected one of {ORDERS}, got {order!r}")
     if dynamic_shared < 0:
         raise LaunchError(f"dynamic_shared: expected bytes >= 0, got {dynamic_shared}")
-    recorder = Recorder() if trace else None
+    if dynamic_shared > SHARED_LIMIT:
+        raise LaunchError(
+            f"dynamic_shared: {function.__name__} asks for {dynamic_shared} bytes; the "
+            f"limit is {SHARED_LIMIT}"
+        )
+    recorder = Recorder(function.__name__, threads) if trace else None
     names = _parameter_names(function, args)
     given = [_argument(n, a, recorder) for n, a in zip(names, args, strict=True)]
     hub = Hub(function.__name__, grid_dim, block_dim, order, seed, recorder)

@@ -3,10 +3,17 @@
 Two accesses race when they touch a common byte, come from different lanes, at least one
 writes, they are not both atomic, and nothing orders them: no block barrier lies between
 them, no `syncwarp` that both lanes took part in, or they come from different blocks.
+
+What is held at once is bounded. When more than `HOLD` accesses have come together, or a
+block has ended, they are looked at and let go. Of the phase that has not ended, and of
+global memory for the whole run, two accesses an element and kind are kept, by two lanes
+or blocks: enough to see that a later one races. (Not enough in one case: a phase of
+more than `HOLD` accesses in which a `syncwarp` orders those two and not the others.)
 """
 
 from __future__ import annotations
 
+import dis
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,17 +25,21 @@ import numpy as np
 
 from .arrays import ATOMIC, READ, WRITE, Array
 from .errors import source_line
-from .lanes import Lane
+from .lanes import WARP, Lane
+from .requests import Requests, starts
 
 __all__ = ["KINDS", "Race", "Recorder", "Table", "line_of"]
 
 KINDS = {READ: "read", WRITE: "write", ATOMIC: "atomic"}
 
 #: Accesses held as Python tuples before they are packed into columns.
-PACK_AT = 200_000
+PACK_AT = 100_000
 
-#: Accesses kept for `Report.accesses`; counts and races see all of them.
-KEEP = 4_000_000
+#: Accesses held in columns (about 40 bytes each) before they are looked at.
+HOLD = 2_000_000
+
+#: Accesses kept for `Report.accesses`; everything else sees all of them.
+KEEP = 1_000_000
 
 #: Columns of the packed trace: column name -> dtype, one row an access.
 COLUMNS = {
@@ -44,6 +55,9 @@ COLUMNS = {
 }
 Table = dict[str, np.ndarray]
 
+#: Where a lane waited: the operation, the code and its instruction.
+Meeting = tuple[str, CodeType, int]
+
 
 @dataclass(frozen=True)
 class Race:
@@ -51,6 +65,7 @@ class Race:
 
     Attributes
     ----------
+    kernel : str
     array, space, index
         The element, as ``array[index]``; the space is "shared" or "global".
     kinds : tuple of str
@@ -62,6 +77,7 @@ class Race:
         Places (element and phase) that race in this way: same array, kinds and lines.
     """
 
+    kernel: str
     array: str
     space: str
     index: tuple[int, ...]
@@ -81,7 +97,7 @@ class Race:
     def __str__(self) -> str:
         index = ", ".join(map(str, self.index))
         also = f" (and {self.count - 1} more places)" if self.count > 1 else ""
-        lines = [f"race on {self.space} {self.array}[{index}]{also}"]
+        lines = [f"race in {self.kernel} on {self.space} {self.array}[{index}]{also}"]
         for n in (0, 1):
             where = source_line(self.filenames[n], self.linenos[n])
             lines.append(
@@ -94,54 +110,108 @@ class Race:
 class Recorder:
     """Collects the accesses of a traced run.
 
-    The arrays append ``(array number * 4 + kind, element, instruction, code)`` to
-    `log`; whose accesses they are follows from the hub's `mark`s.
+    The arrays hand `note` their ``(array number * 4 + kind, element, instruction,
+    code)``; whose accesses they are follows from the hub's `mark`s.
+
+    Attributes
+    ----------
+    kernel : str
+    n_lanes : int
+        Of a block.
+    arrays, blocks, codes : list
+        By their numbers in the trace.
+    most : dict
+        ``{(space, kind): accesses of the busiest lane}``
+    requests : Requests
+    meetings : dict
+        ``{where: [warp collectives, partial ones, their lanes, the fewest]}``
+    barriers : list
+        ``(block number, phase that ended, where)``
+    dropped : int
+        Accesses that are not kept for `Report.accesses`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kernel: str, n_lanes: int) -> None:
+        self.kernel = kernel
+        self.n_lanes = n_lanes
         self.log: list[tuple[int, int, int, CodeType]] = []
         self.arrays: list[Array] = []
         self.blocks: list[tuple[int, int, int]] = []
         self.codes: list[CodeType] = []
         self.most: dict[tuple[str, str], int] = {}
+        self.requests = Requests()
+        self.meetings: dict[Meeting, list[int]] = {}
+        self.barriers: list[tuple[int, int, Meeting]] = []
         self.kept: list[Table] = []
         self.dropped = 0
+        self.note = self._make_note()
+        self._array_numbers: dict[tuple[Any, ...], int] = {}
         self._code_numbers: dict[int, int] = {}
-        self._marks: list[tuple[int, Lane, int]] = []
-        self._clocks: list[tuple[int, tuple[int, ...]]] = []  # of the block's runs
-        self._of_block: list[Table] = []
+        # Where in the log a lane began to run: (position, lane, phase, run).
+        self._marks: list[tuple[int, int, int, int]] = []
+        self._clocks: list[tuple[int, tuple[int, ...]]] = []  # lane and clock of a run
+        self._counts: dict[tuple[str, str], np.ndarray] = {}  # of the block's lanes
+        self._held: list[Table] = []
+        self._carried = _joined([])  # of the phase that is not over
         self._global: list[Table] = []
+        self._merge_at = PACK_AT
         self._races: dict[tuple[Any, ...], Race] = {}
 
     # -- while the kernel runs --------------------------------------------------------
 
+    def _make_note(self) -> Callable[[tuple[int, int, int, CodeType]], None]:
+        log, append = self.log, self.log.append
+
+        def note(access: tuple[int, int, int, CodeType]) -> None:
+            append(access)
+            if len(log) >= PACK_AT:
+                self._pack()
+
+        return note
+
     def register(self, array: Array) -> int:
-        """A number for an array whose accesses will be logged."""
-        self.arrays.append(array)
-        return len(self.arrays) - 1
+        """The number of an array whose accesses will be logged."""
+        key = (
+            array.name, array.space, array.address, array.itemsize, array.shape,
+            array.steps,
+        )  # fmt: skip
+        number = self._array_numbers.setdefault(key, len(self.arrays))
+        if number == len(self.arrays):
+            self.arrays.append(array)
+        return number
 
     def begin_block(self, block: tuple[int, int, int]) -> None:
         self.blocks.append(block)
-        self._clocks.clear()
 
     def mark(self, lane: Lane, phase: int) -> None:
         """`lane` runs from here on."""
-        if len(self.log) > PACK_AT:
+        if len(self._marks) >= PACK_AT:
             self._pack()
-        self._marks.append((len(self.log), lane, phase))
+        self._marks.append((len(self.log), lane.index, phase, len(self._clocks)))
         self._clocks.append((lane.index, lane.clock))
 
+    def meet(self, where: Meeting, n_lanes: int, n_there: int) -> None:
+        """`n_lanes` of a warp's `n_there` lanes met at a collective."""
+        known = self.meetings.setdefault(where, [0, 0, 0, WARP])
+        known[0] += 1
+        known[1] += n_lanes < n_there
+        known[2] += n_lanes
+        known[3] = min(known[3], n_lanes)
+
+    def end_phase(self, phase: int, where: Meeting) -> None:
+        """All lanes of the block met at a barrier."""
+        if len(self.barriers) < KEEP:
+            self.barriers.append((len(self.blocks) - 1, phase, where))
+
     def end_block(self) -> None:
-        """Count what the block did, and look for its races."""
+        """Look at what the block did since the last time."""
         self._pack()
-        table = _joined(self._of_block)
-        self._of_block.clear()
-        self._count(table)
-        self._find(table, ("phase",), "lane", self._ordered)
-        self._global.append(self._first_of_each(table))
-        room = max(0, KEEP - sum(len(t["lane"]) for t in self.kept))
-        self.kept.append({name: column[:room] for name, column in table.items()})
-        self.dropped += max(0, len(table["lane"]) - room)
+        self._look(phase=None)
+        for key, counts in self._counts.items():
+            self.most[key] = max(self.most.get(key, 0), int(counts.max()))
+        self._counts.clear()
+        self._marks.clear()
+        self._clocks.clear()
 
     def finish(self) -> list[Race]:
         """The races of the whole run, those between blocks last."""
@@ -156,31 +226,35 @@ class Recorder:
     # -- packing ----------------------------------------------------------------------
 
     def _pack(self) -> None:
+        """Turn the log into columns."""
+        if self.log:
+            self._held.append(self._columns())
+            self.log.clear()
+        if self._marks:
+            _, lane, phase, run = self._marks[-1]  # whoever runs goes on running
+            self._marks = [(0, lane, phase, run)]
+            if sum(len(t["lane"]) for t in self._held) + len(self._clocks) > HOLD:
+                self._look(phase)
+
+    def _columns(self) -> Table:
         n = len(self.log)
-        first_run = len(self._clocks) - len(self._marks)
-        starts = np.array([start for start, _, _ in self._marks] + [n])
-        lanes = np.array([lane.index for _, lane, _ in self._marks], np.int32)
-        phases = np.array([phase for _, _, phase in self._marks], np.int32)
-        run = np.repeat(np.arange(len(self._marks)), np.diff(starts))
-        tags, offsets, lastis, codes = zip(*self.log, strict=True) if n else ((),) * 4
+        begins, lanes, phases, runs = map(np.array, zip(*self._marks, strict=True))
+        which = np.repeat(np.arange(len(begins)), np.diff(np.append(begins, n)))
+        tags, offsets, lastis, codes = zip(*self.log, strict=True)
         tag = np.fromiter(tags, np.int64, n)
+        code = self._code_numbers_of(codes)
         columns = {
             "block": np.full(n, len(self.blocks) - 1),
-            "phase": phases[run],
-            "lane": lanes[run],
+            "phase": phases[which],
+            "lane": lanes[which],
             "array": tag >> 2,
             "offset": np.fromiter(offsets, np.int64, n),
             "kind": tag & 3,
-            "lasti": np.fromiter(lastis, np.int32, n),
-            "code": self._code_numbers_of(codes),
-            "run": run + first_run,
+            "lasti": self._instructions(code, np.fromiter(lastis, np.int32, n)),
+            "code": code,
+            "run": runs[which],
         }
-        self._of_block.append(
-            {name: columns[name].astype(dtype) for name, dtype in COLUMNS.items()}
-        )
-        self.log.clear()
-        # What the running lane logs next belongs to a run of its own.
-        self._marks = []
+        return {name: columns[name].astype(dtype) for name, dtype in COLUMNS.items()}
 
     def _code_numbers_of(self, codes: Sequence[CodeType]) -> np.ndarray:
         ids = np.fromiter(map(id, codes), np.int64, len(codes))
@@ -191,24 +265,74 @@ class Recorder:
                 self.codes.append(codes[row])  # kept alive, so its id stays its own
         return np.array([self._code_numbers[key] for key in ids.tolist()], int)[which]
 
-    def _count(self, table: Table) -> None:
-        """Keep the largest number of accesses of one lane, by space and kind."""
-        space_of_row = self._of_array(table, "space")
+    def _instructions(self, code: np.ndarray, lasti: np.ndarray) -> np.ndarray:
+        """Where the instruction begins whose inline cache `lasti` may point into."""
+        begin = np.empty_like(lasti)
+        for number in np.unique(code):
+            rows = code == number
+            offsets = _offsets(self.codes[number])
+            at = np.searchsorted(offsets, lasti[rows], side="right") - 1
+            begin[rows] = offsets[at]
+        return begin
+
+    # -- looking ----------------------------------------------------------------------
+
+    def _look(self, phase: int | None) -> None:
+        """Take stock of what is held, of phases that are over if there are any.
+
+        `phase` is not over (None: all are, the block has ended).
+        """
+        table, rest = _joined(self._held), _joined([])
+        cut = False
+        if phase is not None:
+            over = table["phase"] != phase
+            cut = not over.any()  # it alone fills the trace: look at a part of it
+            if not cut:
+                rest = _rows(table, np.flatnonzero(~over))
+                table = _rows(table, np.flatnonzero(over))
+        spaces = self._of_array(table, "space")
+        self._count(table, spaces)
+        self.requests.add(table, self.arrays, spaces, self.n_lanes)
+        room = max(0, KEEP - sum(len(t["lane"]) for t in self.kept))
+        self.kept.append({name: column[:room] for name, column in table.items()})
+        self.dropped += max(0, len(table["lane"]) - room)
+        self._keep_global(_rows(table, np.flatnonzero(spaces == "global")))
+        table = _joined([self._carried, table])
+        self._find(table, ("phase",), "lane", self._ordered)
+        self._carried = _representatives(table, "lane") if cut else _joined([])
+        self._held = [rest]
+        self._forget_runs()
+
+    def _count(self, table: Table, spaces: np.ndarray) -> None:
+        """Add to the block's accesses of every lane, by space and kind."""
         for space in ("global", "shared"):
             for kind, name in KINDS.items():
-                rows = (space_of_row == space) & (table["kind"] == kind)
+                rows = (spaces == space) & (table["kind"] == kind)
                 if rows.any():
-                    most = int(np.bincount(table["lane"][rows]).max())
-                    key = space, name
-                    self.most[key] = max(self.most.get(key, 0), most)
+                    counts = np.bincount(table["lane"][rows], minlength=self.n_lanes)
+                    before = self._counts.get((space, name), 0)
+                    self._counts[space, name] = before + counts
 
-    def _first_of_each(self, table: Table) -> Table:
-        """One access a global element and kind: enough to see races between blocks."""
-        rows = np.flatnonzero(self._of_array(table, "space") == "global")
-        keys = tuple(table[name][rows] for name in ("array", "offset", "kind"))
-        order = np.lexsort(keys)  # stable: the first access stays first
-        rows = np.sort(rows[order[_starts(*(key[order] for key in keys))]])
-        return {name: column[rows] for name, column in table.items()}
+    def _keep_global(self, table: Table) -> None:
+        """Keep enough of global memory to see races between blocks."""
+        self._global.append(_representatives(table, "block"))
+        if sum(len(t["lane"]) for t in self._global) > self._merge_at:
+            merged = _representatives(_joined(self._global), "block")
+            self._global = [merged]
+            self._merge_at = max(PACK_AT, 2 * len(merged["lane"]))
+
+    def _forget_runs(self) -> None:
+        """Drop the clocks that no access at hand needs, and number the rest anew."""
+        tables = [self._carried, *self._held]
+        needed = np.unique(np.concatenate([t["run"] for t in tables]))
+        for table in tables:
+            table["run"] = np.searchsorted(needed, table["run"]).astype(np.int32)
+        clocks = [self._clocks[n] for n in needed]
+        if self._marks:
+            position, lane, phase, run = self._marks[-1]
+            self._marks = [(position, lane, phase, len(clocks))]
+            clocks.append(self._clocks[run])
+        self._clocks = clocks
 
     def _of_array(self, table: Table, attribute: str) -> np.ndarray:
         """An attribute of every row's array."""
@@ -232,8 +356,16 @@ class Recorder:
     ) -> None:
         """Add the races among accesses that agree in `within`, by different owners."""
         for rows in self._suspects(table, within, owner):
-            told = set()
+            tried, told = set(), set()
             for a, b in _unordered_pairs(table, rows, owner, ordered):
+                instructions = tuple(
+                    table[name][row].item()
+                    for name in ("array", "kind", "code", "lasti")
+                    for row in (a, b)
+                )
+                if instructions in tried:
+                    continue
+                tried.add(instructions)
                 race = self._race(table, a, b)
                 key = (
                     race.array, race.kinds, race.filenames, race.linenos,
@@ -257,17 +389,17 @@ class Recorder:
         # Stable: inside a group the rows stay in the order of execution.
         order = np.lexsort((place, *(table[name][rows] for name in within)))
         rows, place = rows[order], place[order]
-        starts = _starts(place, *(table[name][rows] for name in within))
+        begins = starts(place, *(table[name][rows] for name in within))
         owners, kinds = table[owner][rows], table["kind"][rows]
-        several = np.minimum.reduceat(owners, starts) != np.maximum.reduceat(
-            owners, starts
+        several = np.minimum.reduceat(owners, begins) != np.maximum.reduceat(
+            owners, begins
         )
-        writes = np.logical_or.reduceat(kinds == WRITE, starts)
-        atomics = np.logical_or.reduceat(kinds == ATOMIC, starts)
-        reads = np.logical_or.reduceat(kinds == READ, starts)
-        ends = np.append(starts[1:], len(rows))
+        writes = np.logical_or.reduceat(kinds == WRITE, begins)
+        atomics = np.logical_or.reduceat(kinds == ATOMIC, begins)
+        reads = np.logical_or.reduceat(kinds == READ, begins)
+        ends = np.append(begins[1:], len(rows))
         for group in np.flatnonzero(several & (writes | (atomics & reads))):
-            yield rows[starts[group] : ends[group]]
+            yield rows[begins[group] : ends[group]]
 
     def _places(self, table: Table) -> tuple[np.ndarray, np.ndarray]:
         """``(row, place)``: the memory that rows touch, in the largest common unit."""
@@ -293,6 +425,7 @@ class Recorder:
         kinds, blocks = both("kind"), both("block")
         sides = self._side(table, a), self._side(table, b)
         return Race(
+            kernel=self.kernel,
             array=name,
             space=first.space,
             index=first.index_of(table["offset"][a].item()),
@@ -339,11 +472,22 @@ def _unordered_pairs(
         last[kind][owners[n]] = n
 
 
-def _starts(*columns: np.ndarray) -> np.ndarray:
-    """Where a new combination begins in sorted columns."""
-    new = np.ones(len(columns[0]), bool)
-    new[1:] = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
-    return np.flatnonzero(new)
+def _representatives(table: Table, owner: str) -> Table:
+    """The first accesses of two owners to every element, in every kind."""
+    keys = [table[name] for name in ("array", "offset", "kind")]
+    order = np.lexsort(keys)  # stable: the first access stays first
+    begins = starts(*(key[order] for key in keys))
+    owners = table[owner][order]
+    lengths = np.diff(np.append(begins, len(order)))
+    others = np.flatnonzero(owners != np.repeat(owners[begins], lengths))
+    _, second = np.unique(
+        np.searchsorted(begins, others, side="right"), return_index=True
+    )
+    return _rows(table, np.sort(np.append(order[begins], order[others[second]])))
+
+
+def _rows(table: Table, rows: np.ndarray) -> Table:
+    return {name: column[rows] for name, column in table.items()}
 
 
 def _joined(tables: list[Table]) -> Table:
@@ -351,6 +495,11 @@ def _joined(tables: list[Table]) -> Table:
         name: np.concatenate([t[name] for t in tables] or [np.zeros(0, dtype)])
         for name, dtype in COLUMNS.items()
     }
+
+
+@lru_cache(maxsize=256)
+def _offsets(code: CodeType) -> np.ndarray:
+    return np.array([each.offset for each in dis.get_instructions(code)], np.int32)
 
 
 @lru_cache(maxsize=256)
