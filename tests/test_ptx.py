@@ -297,6 +297,17 @@ def test_nothing_is_wrong_with_the_matrix_product_in_any_order(order):
     assert (out == a @ b).all()
 
 
+def test_swizzled_tiles_have_no_bank_conflicts():
+    a, b = integers(64, 64, 64)
+    out = np.zeros((64, 64), np.float32)
+    bits = from_float32(a), from_float32(b)
+    report = emulate(mma_matmul_kernel, 1, mma_matmul.THREADS, *bits, out, trace=True)
+    shared = report.memory.query("space == 'shared'")
+    # A warp's 512 bytes need four passes over the banks, and take no more.
+    assert set(shared["passes"]) == {4}
+    assert set(shared["array"]) == {"a_tiles", "b_tiles"}
+
+
 # -- misuse, each reported at its line ------------------------------------------------
 
 
