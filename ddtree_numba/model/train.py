@@ -63,6 +63,7 @@ class Recipe:
     adam_lr: float = 3e-3
     target_decay: float = 0.05
     drafter_decay: float = 0.02
+    held_out_modules: int = 32
     total_limit: float = 520.0
 
     @property
@@ -82,6 +83,7 @@ TINY = Recipe(
     drafter_steps=40,
     drafter_batch=4,
     anchors=4,
+    held_out_modules=2,
 )
 TINY_CONFIG = ModelConfig(n_layers=4, d_model=64, d_ffn=128, draft_layers=2)
 
@@ -721,7 +723,7 @@ def restore_target(run: Run, path: str) -> Target:
 
 def train(run: Run, stdlib: str, resume_target: str | None = None) -> None:
     """All stages; writes target.kdtr, drafter.kdtr, golden.kdtr and train.json."""
-    held_out = held_out_text()
+    held_out = dict(list(held_out_text().items())[: run.recipe.held_out_modules])
     modules = training_text(stdlib)
     text = torch.from_numpy(stream(modules)).long().to(run.device)
     run.log["modules"], run.log["bytes"] = len(modules), len(text) - len(modules)
