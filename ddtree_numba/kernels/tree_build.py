@@ -49,7 +49,7 @@ THREADS = 256
 WARP = 32
 FULL_WARP = 0xFFFFFFFF
 SIBLING, CHILD = 0, 1  # the lanes that put a taken row's two candidates in its place
-NO_ORDER = 0x7FFF  # behind every candidate
+NO_ORDER = NO_SLOT = 0xFFFF  # behind every candidate, none of them
 
 
 @cuda.jit(device=True)
@@ -66,37 +66,44 @@ def has_nan(table):
 
 
 @cuda.jit(device=True)
-def best_candidate(scores, orders, count):
-    """The warp finds the best of `count` candidates, or slot -1 if none is left."""
+def best_candidate(scores, orders, count, taken_order):
+    """The warp finds the best of `count` candidates, or slot `NO_SLOT` if none is left.
+
+    On the way it makes room for the newest candidate, a child that took the place of
+    its parent: whoever stood there (its new sibling too) or behind moves up by one.
+    """
     best = np.float64(-math.inf)
-    order = np.int32(NO_ORDER)
-    slot = np.int32(-1)
-    for s in range(cuda.threadIdx.x, count, WARP):
-        if scores[s] > best or (scores[s] == best and orders[s] < order):
-            best = scores[s]
-            order = np.int32(orders[s])
-            slot = np.int32(s)
+    order = np.uint32(NO_ORDER)
+    slot = np.uint32(NO_SLOT)
+    s = np.uint32(cuda.threadIdx.x)
+    while s < count:
+        score = scores[s]
+        place = np.uint32(orders[s])
+        if place >= taken_order and s + np.uint32(1) != count:
+            place += np.uint32(1)
+            orders[s] = place
+        if (score > best) | ((score == best) & (place < order)):
+            best, order, slot = score, place, s
+        s += np.uint32(WARP)
     mine = best
-    distance = WARP // 2
-    while distance > 0:
-        best = max(best, cuda.shfl_xor_sync(FULL_WARP, best, distance))
-        distance //= 2
+    for distance in (16, 8, 4, 2, 1):
+        other = cuda.shfl_xor_sync(FULL_WARP, best, distance)
+        if other > best:
+            best = other
     if best == -math.inf:  # in every lane alike
-        return best, order, np.int32(-1)
+        return best, order, np.uint32(NO_SLOT)
     tied = cuda.ballot_sync(FULL_WARP, mine == best)
-    if cuda.popc(tied) > 1:
-        lowest = order if mine == best else np.int32(NO_ORDER)
-        distance = WARP // 2
-        while distance > 0:
-            lowest = min(lowest, cuda.shfl_xor_sync(FULL_WARP, lowest, distance))
-            distance //= 2
-        tied = cuda.ballot_sync(FULL_WARP, mine == best and order == lowest)
+    if tied & (tied - np.uint32(1)):  # more than one lane
+        lowest = np.int32(order) if mine == best else np.int32(NO_ORDER)
+        for distance in (16, 8, 4, 2, 1):
+            other_order = cuda.shfl_xor_sync(FULL_WARP, lowest, distance)
+            if other_order < lowest:
+                lowest = other_order
+        tied = cuda.ballot_sync(FULL_WARP, mine == best and np.int32(order) == lowest)
     winner = cuda.ffs(tied) - 1
-    return (
-        best,
-        cuda.shfl_sync(FULL_WARP, order, winner),
-        cuda.shfl_sync(FULL_WARP, slot, winner),
-    )
+    order = np.uint32(cuda.shfl_sync(FULL_WARP, np.int32(order), winner))
+    slot = np.uint32(cuda.shfl_sync(FULL_WARP, np.int32(slot), winner))
+    return best, order, slot
 
 
 @cuda.jit(device=True)
@@ -104,7 +111,7 @@ def score_of(table, parent_score, depth, rank):
     """Score of a parent's child, -inf if the table ends before it."""
     if depth > table.shape[0] or rank >= table.shape[1]:
         return np.float64(-math.inf)
-    return parent_score + np.float64(table[depth - 1, rank])
+    return parent_score + np.float64(table[depth - np.uint32(1), rank])
 
 
 @cuda.jit(device=True)
@@ -116,33 +123,37 @@ def select_rows(
     Fills the rows' arrays from row 1 on and returns how many rows there are. A slot of
     the frontier holds one candidate after the other, each the next sibling of the one
     before; row r's first child starts slot r.
+
+    A lone warp is slow in proportion to its instructions, so rows, slots and ranks are
+    unsigned: a signed index costs Numba a test for a negative one.
     """
     scores = cuda.shared.array(MAX_DRAFT_NODES, np.float64)
-    orders = cuda.shared.array(MAX_DRAFT_NODES, np.int16)  # place by rank path
-    parents = cuda.shared.array(MAX_DRAFT_NODES, np.int16)  # row
-    ranks = cuda.shared.array(MAX_DRAFT_NODES, np.int16)
-    before = cuda.shared.array(MAX_DRAFT_NODES, np.int16)  # previous sibling's row
+    orders = cuda.shared.array(MAX_DRAFT_NODES, np.uint16)  # place by rank path
+    parents = cuda.shared.array(MAX_DRAFT_NODES, np.uint16)  # row
+    ranks = cuda.shared.array(MAX_DRAFT_NODES, np.uint16)
+    before = cuda.shared.array(MAX_DRAFT_NODES, np.uint16)  # previous sibling's row
     lane = cuda.threadIdx.x
     if lane == 0:
         row_scores[0] = np.float64(0.0)
-        row_parents[0] = -1
+        row_parents[0] = 0
         row_depths[0] = 0
         row_ranks[0] = 0
         orders[0] = 0
         parents[0] = 0
         ranks[0] = 0
-        before[0] = -1
-        scores[0] = score_of(table, row_scores[0], 1, 0)
+        before[0] = 0
+        scores[0] = score_of(table, row_scores[0], np.uint32(1), np.uint32(0))
     cuda.syncwarp()  # the first candidate is there before it is read
-    for row in range(1, budget + 1):
-        score, order, slot = best_candidate(scores, orders, row)
-        if slot < 0:  # in every lane alike
-            return row
-        for s in range(lane, row, WARP):
-            if orders[s] >= order:
-                orders[s] += 1  # the taken slot's too: its sibling follows the child
-        parent, rank, previous = parents[slot], ranks[slot], before[slot]
-        depth = row_depths[parent] + 1
+    order = np.uint32(NO_ORDER)  # of the row taken last
+    row = np.uint32(1)
+    while row <= budget:
+        score, order, slot = best_candidate(scores, orders, row, order)
+        if slot == np.uint32(NO_SLOT):  # in every lane alike
+            break
+        parent = np.uint32(parents[slot])
+        rank = np.uint32(ranks[slot])
+        previous = before[slot]
+        depth = np.uint32(row_depths[parent]) + np.uint32(1)
         parent_score = row_scores[parent]
         cuda.syncwarp()  # every lane has read the slot before it changes
         if lane == SIBLING:
@@ -151,38 +162,39 @@ def select_rows(
             row_depths[row] = depth
             row_ranks[row] = rank
             row_before[row] = previous
-            ranks[slot] = rank + 1
+            ranks[slot] = rank + np.uint32(1)
             before[slot] = row
+            scores[slot] = score_of(table, parent_score, depth, rank + np.uint32(1))
         elif lane == CHILD and row < budget:  # the last row's child has no slot
             orders[row] = order
             parents[row] = row
             ranks[row] = 0
-            before[row] = -1
-        # One load and one sum for the two new candidates, side by side.
-        if lane == CHILD:
-            parent_score, depth, rank, slot = score, depth + 1, -1, row
-        if lane == SIBLING or (lane == CHILD and row < budget):
-            scores[slot] = score_of(table, parent_score, depth, rank + 1)
+            before[row] = 0
+            scores[row] = score_of(table, score, depth + np.uint32(1), np.uint32(0))
+        row += np.uint32(1)
         cuda.syncwarp()  # the row and its two candidates are there
-    return budget + 1
+    return row
 
 
 @cuda.jit(device=True)
 def write_visibility(words, i, row_parents):
     """Set the bits of row i and its ancestors in its words, which are 0."""
     # Parents stand before children, so the bits come in falling order, and each word's
-    # bits together.
+    # bits together. The root, row 0, ends every path.
     word = i // WORD_BITS
     bits = np.uint32(0)
     row = i
-    while row >= 0:
+    while row > 0:
         if row // WORD_BITS != word:
             words[word] = bits
             word = row // WORD_BITS
             bits = np.uint32(0)
         bits |= np.uint32(1 << row % WORD_BITS)
-        row = row_parents[row]
-    words[word] = bits
+        row = np.int64(row_parents[row])
+    if word > 0:
+        words[word] = bits
+        bits = np.uint32(0)
+    words[0] = bits | np.uint32(1)
 
 
 @cuda.jit
@@ -205,10 +217,10 @@ def tree_build_kernel(
 ):
     # float64 is meant: it adds float32 of like size exactly, so that equal paths tie.
     row_scores = cuda.shared.array(MAX_ROWS, np.float64)
-    row_parents = cuda.shared.array(MAX_ROWS, np.int16)
-    row_depths = cuda.shared.array(MAX_ROWS, np.int16)
-    row_ranks = cuda.shared.array(MAX_ROWS, np.int16)
-    row_before = cuda.shared.array(MAX_ROWS, np.int16)  # previous sibling, or -1
+    row_parents = cuda.shared.array(MAX_ROWS, np.uint16)  # of the root 0
+    row_depths = cuda.shared.array(MAX_ROWS, np.uint16)
+    row_ranks = cuda.shared.array(MAX_ROWS, np.uint16)
+    row_before = cuda.shared.array(MAX_ROWS, np.uint16)  # previous sibling, or 0
     live = cuda.shared.array(1, np.int32)
     b = cuda.blockIdx.x
     n = parents.shape[1]
@@ -228,7 +240,7 @@ def tree_build_kernel(
     if warp == 0:
         count = select_rows(
             log_probs[b],
-            budget,
+            np.uint32(budget),
             row_scores,
             row_parents,
             row_depths,
@@ -248,16 +260,17 @@ def tree_build_kernel(
             depths[b, i] = -1
             row_log_probs[b, i] = np.float32(-math.inf)
             continue
-        parent, depth, rank = row_parents[i], row_depths[i], row_ranks[i]
+        depth, rank = np.int32(row_depths[i]), row_ranks[i]
         if i == 0:
             token_ids[b, 0] = root_tokens[b] if rooted else -1
+            parents[b, 0] = -1
         else:
             token_ids[b, i] = candidates[b, depth - 1, rank]
+            parents[b, i] = row_parents[i]
             if rank == 0:
-                next_token[b, parent] = i
+                next_token[b, row_parents[i]] = i
             else:
                 next_sibling[b, row_before[i]] = i
-        parents[b, i] = parent
         depths[b, i] = depth
         row_log_probs[b, i] = np.float32(row_scores[i])
         write_visibility(visibility[b, i], i, row_parents)
