@@ -73,7 +73,8 @@ def random_candidates(
     if digits is not None:
         log_probs = np.round(log_probs, digits)
     tokens = rng.permuted(np.broadcast_to(np.arange(shape[2]), shape), axis=-1)
-    return log_probs.astype(np.float32), tokens.astype(np.int32) + 1000
+    log_probs = np.ascontiguousarray(log_probs, np.float32)
+    return log_probs, np.ascontiguousarray(tokens, np.int32) + 1000
 
 
 def assert_same(found: DraftTree, expected: DraftTree) -> None:

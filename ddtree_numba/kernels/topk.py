@@ -121,6 +121,9 @@ def sum_of_row(row):
         top = tops[lane]
         total = totals[lane]
     top, total = merge_warp(top, total)
+    # Two lanes may round the same sum in another order (one of its products is fused),
+    # and equal logits must not differ by the lane that writes them.
+    total = cuda.shfl_sync(FULL_WARP, total, 0)
     return top, total, bad or top == np.float32(-math.inf)
 
 
