@@ -1,0 +1,136 @@
+"""Every kernel of the package in the emulator: no race, and one result in any order.
+
+A barrier that some lanes miss, an index outside its array and memory that nothing was
+written to would raise.
+"""
+
+import importlib
+import pkgutil
+
+import numpy as np
+import pytest
+
+import ddtree_numba.emulator
+from ddtree_numba import kernels
+from ddtree_numba.emulator import emulate
+from ddtree_numba.kernels.argmax import argmax
+from ddtree_numba.kernels.kv_compact import kv_compact
+from ddtree_numba.kernels.topk import topk
+from ddtree_numba.kernels.tree_accept import tree_accept
+from ddtree_numba.kernels.tree_build import tree_build
+from ddtree_numba.kernels.verify_attn import verify_attn
+from ddtree_numba.tree import DraftTree
+
+ORDERS = ("forward", "reverse", "shuffled")
+PARENTS = [[-1, 0, 0, 1, 1, 4, -1], [-1, 0, 1, 2, 0, 4, 5]]
+N_ROWS = [6, 7]
+
+
+def small_tree():
+    return DraftTree.from_parents(PARENTS, n_rows=N_ROWS)
+
+
+def run_topk(rng):
+    logits = rng.integers(-40, 40, (2, 2, 300)).astype(np.float16)  # with ties
+    logits[0, 1, ::3] = -np.inf
+    return topk(logits, 20, executor="emulator")
+
+
+def run_argmax(rng):
+    logits = rng.integers(-40, 40, (2, 3, 200)).astype(np.float32)
+    return [argmax(logits, [3, 2], executor="emulator")]
+
+
+def run_tree_build(rng):
+    log_probs = -np.sort(rng.integers(1, 9, (2, 4, 8)), axis=2).astype(np.float32)
+    tokens = rng.integers(0, 99, log_probs.shape).astype(np.int32)
+    tree = tree_build(log_probs, tokens, [40, 11], executor="emulator")
+    return vars(tree).values()
+
+
+def run_tree_accept(rng):
+    tokens = rng.integers(0, 3, (2, 7)).astype(np.int32)
+    return tree_accept(small_tree(), tokens, executor="emulator")
+
+
+def run_kv_compact(rng):
+    cache = rng.standard_normal((2, 2, 20, 40)).astype(np.float32)
+    rows = np.array([[0, 2, 4, 5], [0, 1, 2, -1]], np.int32)
+    lens = kv_compact(cache, [9, 12], rows, [4, 3], executor="emulator")
+    return cache, lens
+
+
+def attention(rng, **options):
+    visibility = small_tree().visibility
+    q = rng.standard_normal((2, 7, 2, 24)).astype(np.float32)
+    cache = rng.standard_normal((2, 45, 24)).astype(np.float32)
+    cache[0, 36:] = np.nan  # never read
+    return verify_attn(
+        q, cache, [30, 37], visibility, sm_scale=0.2, d_latent=20,
+        executor="emulator", **options,
+    )  # fmt: skip
+
+
+def run_simple_verify_attn(rng):
+    return attention(rng, version="simple")
+
+
+def run_split_verify_attn(rng):
+    return attention(rng, version="split", n_splits=2)
+
+
+STAGES = {
+    run_topk: {"topk_kernel"},
+    run_argmax: {"argmax_kernel"},
+    run_tree_build: {"tree_build_kernel"},
+    run_tree_accept: {"tree_accept_kernel"},
+    run_kv_compact: {"kv_compact_kernel"},
+    run_simple_verify_attn: {"simple_kernel"},
+    run_split_verify_attn: {"split_kernel", "merge_kernel"},
+}
+
+
+def kernels_of_the_package():
+    """The names of all kernels in ddtree_numba.kernels."""
+    found = set()
+    for module in pkgutil.iter_modules(kernels.__path__, kernels.__name__ + "."):
+        for value in vars(importlib.import_module(module.name)).values():
+            options = getattr(value, "targetoptions", {"device": True})
+            if hasattr(value, "py_func") and not options.get("device"):
+                found.add(value.py_func.__name__)
+    return found
+
+
+def test_no_kernel_is_left_out():
+    assert kernels_of_the_package() == set().union(*STAGES.values())
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """A stage's outputs in a lane order, and the reports of its launches."""
+    reports = []
+    options = {"trace": True}
+
+    def traced(*args, **given):
+        reports.append(emulate(*args, **given, **options))
+
+    def run_stage(stage, order):
+        reports.clear()
+        options["order"] = order
+        outputs = [np.array(x) for x in stage(np.random.default_rng(0))]
+        return outputs, list(reports)
+
+    monkeypatch.setattr(ddtree_numba.emulator, "emulate", traced)
+    return run_stage
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__[4:])
+def test_no_race_and_the_same_result_in_any_order(stage, run):
+    results = {}
+    for order in ORDERS:
+        results[order], reports = run(stage, order)
+        assert {report.kernel for report in reports} == STAGES[stage]
+        assert [str(race) for report in reports for race in report.races] == []
+    for order in ORDERS[1:]:
+        for got, forward in zip(results[order], results["forward"], strict=True):
+            assert np.array_equal(got, forward, equal_nan=got.dtype.kind == "f")
