@@ -43,7 +43,7 @@ GPU_KERNELS = pytest.mark.parametrize("how", ON_GPU)
 
 @pytest.fixture(autouse=True)
 def _outputs_start_as_nan(monkeypatch):
-    """Nothing that a kernel leaves unwritten may look like an answer."""
+    """What a kernel leaves unwritten must not look like an answer."""
     monkeypatch.setattr(
         backend.Place, "empty", lambda at, shape, dtype: at.full(shape, NAN, dtype)
     )
@@ -285,7 +285,7 @@ def test_the_number_of_splits_fills_the_card_in_whole_rounds():
     assert choose_splits(blocks=33, room=2081, processors=132) == 4
     assert choose_splits(blocks=264, room=8225, processors=132) == 1
     assert choose_splits(blocks=1, room=0, processors=132) == 1
-    assert choose_splits(blocks=1, room=129, processors=132) == 3  # one a tile of keys
+    assert choose_splits(blocks=1, room=193, processors=132) == 3  # one a tile of keys
 
 
 # ------------------------------------------------------------------- against references
@@ -296,7 +296,7 @@ def test_the_number_of_splits_fills_the_card_in_whole_rounds():
     ("n", "heads", "d_latent", "d_rope", "prefix_lens"),
     [
         (1, 1, 1, 1, [0]),
-        (5, 3, 5, 2, [3, 0, 17]),
+        (3, 2, 5, 2, [3, 0, 17]),
         (2, 12, 8, 4, [9]),
         (2, 1, 130, 3, [4]),
         (23, 3, 4, 1, [7]),
@@ -313,16 +313,23 @@ def test_random_cases_agree_with_dense_attention(
 
 
 @EVERY_WAY
-@pytest.mark.parametrize("prefix_len", [1, 31, 62, 63, 64, 65])
+@pytest.mark.parametrize("prefix_len", [1, 31, 94, 95, 96, 97])
 def test_prefixes_around_a_tile_of_keys(how, prefix_len):
     case = random_case(np.random.default_rng(prefix_len), 2, 1, 4, 4, [prefix_len])
     assert_close(attend(how, *case, d_latent=4), dense(*case, d_latent=4))
 
 
 @KERNELS
-def test_a_latent_wider_than_a_block_holds(how):
-    case = random_case(np.random.default_rng(3), 2, 1, 516, 4, [1])
-    assert_close(attend(how, *case, d_latent=516), dense(*case, d_latent=516))
+def test_a_latent_wider_than_a_block_holds(how, monkeypatch):
+    d_latent = 516
+    if how[0] == "emulator":  # which reads constants anew at every launch
+        d_latent = 132
+        narrow = {"WIDTH": 128, "GROUPS": 1, "PASS": 1, "MERGE_COLUMNS": 1}
+        narrow |= {"SUMS": 4 * module.WARP_ROWS, "WEIGHTS": 128 * module.STEP}
+        for name, value in narrow.items():
+            monkeypatch.setattr(module, name, value)
+    case = random_case(np.random.default_rng(3), 2, 1, d_latent, 4, [1])
+    assert_close(attend(how, *case, d_latent), dense(*case, d_latent))
 
 
 @EVERY_WAY
@@ -481,11 +488,11 @@ def test_device_arrays_are_read_in_place_and_answered_in_kind(how):
 def test_a_strided_query_on_the_device_is_refused_by_split_alone():
     q, *rest = (cuda.to_device(x) for x in constant_case([[1]], [[3]], [[-1]]))
     wide = cuda.to_device(np.zeros((1, 1, 1, 12), np.float32))
-    for given in (wide[..., ::2], q):
+    for given in (wide[:, :, :, ::2], q):
         out, _ = attend((None, "simple"), given, *rest, d_latent=4)
         np.testing.assert_array_equal(out.copy_to_host(), 2)
     with pytest.raises(ValueError, match="q has strides .* expected C-contiguous"):
-        attend((None, "split"), wide[..., ::2], *rest, d_latent=4)
+        attend((None, "split"), wide[:, :, :, ::2], *rest, d_latent=4)
 
 
 # -------------------------------------------------------------------- full size, on GPU
@@ -627,7 +634,7 @@ F3, F4 = float32[:, :, ::1], float32[:, :, :, ::1]
 @pytest.mark.ptx
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)], ids=str)
 @pytest.mark.parametrize("x", [float32, uint16], ids=["f32", "bf16"])
-def test_kernels_compile_without_doubles_or_stack(capability, x):
+def test_kernels_compile_without_doubles_or_unmeant_stack(capability, x):
     tree = (x[:, :, ::1], int32[::1], uint32[:, :, ::1], float32, float32)
     signatures = {
         module.simple_kernel: (x[:, :, :, ::1], *tree, F4, F3),
@@ -637,7 +644,10 @@ def test_kernels_compile_without_doubles_or_stack(capability, x):
     for kernel, signature in signatures.items():
         ptx = backend.compile_ptx(kernel, signature, compute_capability=capability)
         assert ".f64" not in ptx
-        assert ".local" not in ptx
+        # split_kernel parks its sums in local memory, and nothing else is there.
+        parked = 4 * module.SUMS if kernel is module.split_kernel else 0
+        stack = re.findall(r"\.local .*?\[(\d+)\]", ptx)
+        assert sum(map(int, stack)) == parked
         assert "fma.rn.f32" in ptx
         if kernel is module.split_kernel:
             loads = re.findall(r"ld\.shared(?:\.v4)?\.[fb]32", ptx)

@@ -59,10 +59,10 @@ SIMPLE_THREADS = 128
 SIMPLE_KEYS = 1024  # keys whose scores are in shared memory at a time
 
 ROWS = 64  # packed rows of a block
-KEYS = 64  # keys of a tile
+KEYS = 96  # keys of a tile
 DEPTH = 64  # columns of q and k that are in shared memory at a time
-STEP = 16  # values that are in shared memory at a time, and summed in a run
-WIDTH = 512  # columns of the output that a block holds in registers
+STEP = 8  # values that are in shared memory at a time, and summed in a run
+WIDTH = 512  # columns of the output that a block computes
 WARP_ROWS = 8  # packed rows of a warp
 WARPS = ROWS // WARP_ROWS
 THREADS = WARPS * WARP
@@ -70,7 +70,7 @@ LANE_KEYS = KEYS // WARP  # keys that a lane scores: lane, lane + 32, …
 GROUP = 4 * WARP  # columns that a warp covers with four to a lane
 GROUPS = WIDTH // GROUP
 PASS = 2  # groups that are summed together
-VALUE_LOADS = STEP * WIDTH // 4 // THREADS  # a thread's, four columns each
+SUMS = WARP_ROWS * GROUPS * 4  # of a lane
 # Shared memory, in float32: columns of q and k; later, in the same place, values, and
 # behind them the weights.
 PITCH = DEPTH + 4  # of a row of q or k: reads of 16 bytes then meet no bank twice
@@ -111,6 +111,40 @@ def _load4_overload(row, i):
         return load_vector(row, np.int64(i))
 
     return load
+
+
+def store4(row: Any, i: Any, w: Any, x: Any, y: Any, z: Any) -> None:
+    """``row[i : i+4] = w, x, y, z`` by one store, at an address as for `load4`."""
+    row[i], row[i + 1], row[i + 2], row[i + 3] = w, x, y, z
+
+
+@_overload_for_cuda(store4)
+def _store4_overload(row, i, w, x, y, z):
+    from llvmlite import ir
+    from numba import types
+    from numba.cuda.extending import intrinsic
+
+    @intrinsic
+    def store_vector(typingctx, row, i, w, x, y, z):
+        def codegen(context, builder, signature, args):
+            array = context.make_array(signature.args[0])(context, builder, args[0])
+            element = builder.gep(array.data, [args[1]])
+            vector = ir.VectorType(element.type.pointee, 4)
+            value = ir.Constant(vector, ir.Undefined)
+            for lane in range(4):
+                at = ir.Constant(ir.IntType(32), lane)
+                value = builder.insert_element(value, args[2 + lane], at)
+            address = builder.bitcast(element, vector.as_pointer())
+            builder.store(value, address, align=row.dtype.bitwidth // 2)
+            return context.get_dummy_value()
+
+        given = (row.dtype,) * 4
+        return types.void(row, types.int64, *given), codegen
+
+    def store(row, i, w, x, y, z):
+        store_vector(row, np.int64(i), w, x, y, z)
+
+    return store
 
 
 # ------------------------------------------------------------- pieces of both versions
@@ -300,50 +334,102 @@ def simple_kernel(
 
 # ------------------------------------------------------------------------ split version
 # A warp owns WARP_ROWS packed rows. A lane scores all of them against LANE_KEYS keys of
-# its own, and then sums four columns of every group for all of them: 8 × 2 scores and
+# its own, and then sums four columns of every group for all of them: 8 × 3 scores and
 # 8 × 16 sums in registers, so that what is read from shared memory is used often.
+#
+# Both together would not leave enough registers to read ahead, so the sums are parked
+# in local memory (which the L1 cache holds) while scores are computed. `nothing`, an
+# offset that is always 0, keeps the compiler from seeing through that: it would hold
+# the sums in registers all the time.
 
 
-@cuda.jit(device=True, forceinline=True)
-def stage4(rows, b, i, c, aligned, shared, at):
-    """Put four columns of a row into shared memory as float32, 0 past the row's end."""
-    row = rows[b, i]
-    if aligned:
-        # All four are in the row or none: its length is a multiple of four.
-        w, x, y, z = load4(row, min(c, row.size - 4))
-        inside = c < row.size
-        shared[at] = to_float32(w) if inside else ZERO
-        shared[at + 1] = to_float32(x) if inside else ZERO
-        shared[at + 2] = to_float32(y) if inside else ZERO
-        shared[at + 3] = to_float32(z) if inside else ZERO
-    else:
-        for e in range(4):
-            shared[at + e] = to_float32(row[c + e]) if c + e < row.size else ZERO
+@cuda.jit(device=True)
+def stage_rows(
+    rows,
+    b,
+    first,
+    last,
+    count,
+    column,
+    needed,
+    width,
+    pitch,
+    aligned,
+    thread,
+    shared,
+    at,
+):
+    """Put `count` rows × `width` columns into shared memory as float32, from `at` on.
+
+    Rows past the last repeat it, and columns past the row's end are 0 or repeat others:
+    nobody uses them. Columns that nobody needs are left out.
+    """
+    c = thread % (width // 4) * 4
+    n = thread // (width // 4)
+    together = 4 * THREADS // width  # rows that the block reads at the same time
+    if c < needed:
+        for i in range(count // together):
+            row = rows[b, min(first + n + i * together, last)]
+            to = at + (n + i * together) * pitch + c
+            if aligned:
+                w, x, y, z = load4(row, min(column + c, row.size - 4))
+                store4(
+                    shared,
+                    to,
+                    to_float32(w),
+                    to_float32(x),
+                    to_float32(y),
+                    to_float32(z),
+                )
+            else:
+                for e in range(4):
+                    d = column + c + e
+                    shared[to + e] = to_float32(row[d]) if d < row.size else ZERO
 
 
-@cuda.jit(device=True, forceinline=True)
-def stage_columns(rows, b, first, last, start, aligned, thread, shared, at, count):
-    """Stage DEPTH columns of `count` rows; rows past the last repeat it, unused."""
-    c = thread % (DEPTH // 4) * 4
-    n = thread // (DEPTH // 4)
-    for step in range(count * DEPTH // 4 // THREADS):
-        i = n + step * (4 * THREADS // DEPTH)
-        stage4(
-            rows,
-            b,
-            min(first + i, last),
-            start + c,
-            aligned,
-            shared,
-            at + i * PITCH + c,
-        )
+@cuda.jit(device=True)
+def stage_columns(q, kv_cache, b, row0, key0, last_key, start, aligned, thread, shared):
+    """Stage DEPTH columns of the block's queries and of a tile's keys."""
+    needed = q.shape[2] - start
+    last_row = q.shape[1] - 1
+    keys_at = ROWS * PITCH
+    stage_rows(
+        q,
+        b,
+        row0,
+        last_row,
+        ROWS,
+        start,
+        needed,
+        DEPTH,
+        PITCH,
+        aligned,
+        thread,
+        shared,
+        0,
+    )
+    stage_rows(
+        kv_cache,
+        b,
+        key0,
+        last_key,
+        KEYS,
+        start,
+        needed,
+        DEPTH,
+        PITCH,
+        aligned,
+        thread,
+        shared,
+        keys_at,
+    )
 
 
-@cuda.jit(device=True, forceinline=True)
+@cuda.jit(device=True)
 def score_tile(shared, q, kv_cache, b, row0, key0, last_key, aligned, thread, hi, lo):
     """q · k of ROWS × KEYS as pairs, this lane's share of them in hi and lo."""
     run = cuda.local.array((WARP_ROWS, LANE_KEYS), np.float32)
-    x = cuda.local.array(4, np.float32)
+    x = cuda.local.array((WARP_ROWS, 4), np.float32)
     y = cuda.local.array((LANE_KEYS, 4), np.float32)
     last_row = q.shape[1] - 1
     lane = thread & 31
@@ -352,21 +438,13 @@ def score_tile(shared, q, kv_cache, b, row0, key0, last_key, aligned, thread, hi
         for k in range(LANE_KEYS):
             hi[r, k] = ZERO
             lo[r, k] = ZERO
+    args = (q, kv_cache, b, row0, key0, last_key)
     for start in range(0, q.shape[2], DEPTH):
         cuda.syncthreads()  # everyone is done with what the stage held
-        stage_columns(q, b, row0, last_row, start, aligned, thread, shared, 0, ROWS)
-        stage_columns(
-            kv_cache,
-            b,
-            key0,
-            last_key,
-            start,
-            aligned,
-            thread,
-            shared,
-            ROWS * PITCH,
-            KEYS,
-        )
+        if aligned:
+            stage_columns(*args, start, True, thread, shared)
+        else:
+            stage_columns(*args, start, False, thread, shared)
         cuda.syncthreads()  # the columns are in the stage
         if row0 + row > last_row:
             continue  # this warp has no rows, it only helps to load
@@ -380,16 +458,18 @@ def score_tile(shared, q, kv_cache, b, row0, key0, last_key, aligned, thread, hi
                     at = (ROWS + lane + WARP * k) * PITCH + d
                     y[k, 0], y[k, 1], y[k, 2], y[k, 3] = load4(shared, at)
                 for r in range(WARP_ROWS):
-                    x[0], x[1], x[2], x[3] = load4(shared, (row + r) * PITCH + d)
-                    for e in range(4):
+                    at = (row + r) * PITCH + d
+                    x[r, 0], x[r, 1], x[r, 2], x[r, 3] = load4(shared, at)
+                for e in range(4):
+                    for r in range(WARP_ROWS):
                         for k in range(LANE_KEYS):
-                            run[r, k] += x[e] * y[k, e]
+                            run[r, k] += x[r, e] * y[k, e]
             for r in range(WARP_ROWS):
                 for k in range(LANE_KEYS):
                     hi[r, k], lo[r, k] = two_sum(hi[r, k], lo[r, k], run[r, k])
 
 
-@cuda.jit(device=True, forceinline=True)
+@cuda.jit(device=True)
 def add_values(
     shared,
     kv_cache,
@@ -402,21 +482,28 @@ def add_values(
     thread,
     has_rows,
     masked,
-    acc,
+    shrink,
+    parked,
+    nothing,
 ):
-    """Add a tile's weighted values to this lane's rows and columns."""
+    """Shrink this lane's sums and add a tile's weighted values to them."""
+    acc = cuda.local.array((WARP_ROWS, GROUPS, 4), np.float32)
     run = cuda.local.array((WARP_ROWS, PASS, 4), np.float32)
     w = cuda.local.array(WARP_ROWS, np.float32)
     v = cuda.local.array((PASS, 4), np.float32)
     warp, lane = thread >> 5, thread & 31
+    needed = (columns + PASS * GROUP - 1) // (PASS * GROUP) * (PASS * GROUP)
+    for r in range(WARP_ROWS):
+        for g in range(GROUPS):
+            for c in range(4):
+                acc[r, g, c] = parked[nothing + (r * GROUPS + g) * 4 + c] * shrink[r]
     for start in range(0, min(last_key + 1 - key0, KEYS), STEP):
         cuda.syncthreads()  # everyone is done with what the stage held
-        for n in range(VALUE_LOADS):
-            at = thread + n * THREADS
-            key = min(key0 + start + at // (WIDTH // 4), last_key)
-            c = at % (WIDTH // 4) * 4
-            if c // (PASS * GROUP) * (PASS * GROUP) < columns:  # what a pass reads
-                stage4(kv_cache, b, key, column + c, aligned, shared, 4 * at)
+        args = (kv_cache, b, key0 + start, last_key, STEP, column, needed, WIDTH, WIDTH)
+        if aligned:
+            stage_rows(*args, True, thread, shared, 0)
+        else:
+            stage_rows(*args, False, thread, shared, 0)
         cuda.syncthreads()  # the values are in the stage, and the warp's weights too
         for g0 in range(0, GROUPS, PASS):
             if has_rows and g0 * GROUP + 4 * lane < columns:
@@ -442,17 +529,26 @@ def add_values(
                     for g in range(PASS):
                         for c in range(4):
                             acc[r, g0 + g, c] += run[r, g, c]
+    for r in range(WARP_ROWS):
+        for g in range(GROUPS):
+            for c in range(4):
+                parked[nothing + (r * GROUPS + g) * 4 + c] = acc[r, g, c]
 
 
-@cuda.jit(device=True, forceinline=True)
+@cuda.jit(device=True)
 def hide(visibility, b, first_row, heads, key, prefix_len, n_keys, scores):
     """Set a lane's scores of keys that a row does not see to -inf."""
+    row = min(first_row // heads, visibility.shape[1] - 1)
+    head = first_row % heads
     for r in range(WARP_ROWS):
-        row = min((first_row + r) // heads, visibility.shape[1] - 1)
         for k in range(LANE_KEYS):
             at = key + WARP * k
             if at >= n_keys or not sees(visibility, b, row, at, prefix_len):
                 scores[r, k] = MINUS_INF
+        head += 1
+        if head == heads:  # the next packed row is the next tree row's first head
+            head = 0
+            row = min(row + 1, visibility.shape[1] - 1)
 
 
 @cuda.jit
@@ -464,12 +560,12 @@ def split_kernel(
     scale_hi,  # f32: sm_scale · log2(e) …
     scale_lo,  # f32: … and what float32 rounds away of it
     aligned,  # bool: rows of q and kv_cache can be read four elements at a time
-    accs,  # out [P, B, R, Dc] f32: partials of the P splits; unset where top is -inf
+    accs,  # out [P, B, R, Dc up to a multiple of 4] f32; unset where a split is empty
     tops,  # out [P, B, R] f32, base 2
     totals,  # out [P, B, R] f32
 ):
     shared = cuda.shared.array(SHARED, np.float32, alignment=16)
-    acc = cuda.local.array((WARP_ROWS, GROUPS, 4), np.float32)
+    parked = cuda.local.array(SUMS, np.float32)
     hi = cuda.local.array((WARP_ROWS, LANE_KEYS), np.float32)
     lo = cuda.local.array((WARP_ROWS, LANE_KEYS), np.float32)
     top = cuda.local.array(WARP_ROWS, np.float32)
@@ -496,13 +592,13 @@ def split_kernel(
     n_keys = min(n_keys, (split + 1) * share)
     first_row = row0 + warp * WARP_ROWS
     has_rows = first_row < q.shape[1]
+    nothing = np.uint32(cuda.blockIdx.y)  # the grid has one dimension
 
     for r in range(WARP_ROWS):
         top[r] = MINUS_INF
         total[r] = ZERO
-        for g in range(GROUPS):
-            for c in range(4):
-                acc[r, g, c] = ZERO
+    for n in range(SUMS):
+        parked[n] = ZERO
 
     for key0 in range(split * share, n_keys, KEYS):
         masked = key0 + KEYS > min(prefix_len, n_keys)
@@ -526,10 +622,6 @@ def split_kernel(
             for k in range(LANE_KEYS):
                 hi[r, k] = weigh(hi[r, k], lo[r, k], top[r])
                 total[r] += hi[r, k]
-        for r in range(WARP_ROWS):
-            for g in range(GROUPS):
-                for c in range(4):
-                    acc[r, g, c] *= shrink[r]
         for k in range(LANE_KEYS):
             at = WEIGHTS + (warp * KEYS + lane + WARP * k) * WARP_ROWS
             for r in range(WARP_ROWS):
@@ -537,32 +629,42 @@ def split_kernel(
         # Two calls, so that only tiles of the tail pay for the care for NaN.
         args = (shared, kv_cache, b, key0, n_keys - 1, aligned, column, columns, thread)
         if masked:
-            add_values(*args, has_rows, True, acc)
+            add_values(*args, has_rows, True, shrink, parked, nothing)
         else:
-            add_values(*args, has_rows, False, acc)
+            add_values(*args, has_rows, False, shrink, parked, nothing)
 
-    for r in range(WARP_ROWS):
-        total[r] = warp_sum(total[r])
+    for distance in (16, 8, 4, 2, 1):
+        for r in range(WARP_ROWS):
+            total[r] += cuda.shfl_xor_sync(FULL_WARP, total[r], distance)
     if lane == 0 and panel == 0:
         for r in range(WARP_ROWS):
-            row = first_row + r
-            if row < q.shape[1]:
-                padding = is_padding(visibility, b, row // heads)
-                tops[split, b, row] = MINUS_INF if padding else top[r]
-                totals[split, b, row] = ZERO if padding else total[r]
-    for r in range(WARP_ROWS):
-        row = first_row + r
-        if row < q.shape[1]:
-            for g in range(GROUPS):
-                for c in range(4):
-                    at = g * GROUP + 4 * lane + c
-                    if at < columns:
-                        accs[split, b, row, column + at] = acc[r, g, c]
+            if first_row + r < q.shape[1]:
+                tops[split, b, first_row + r] = top[r]
+                totals[split, b, first_row + r] = total[r]
+    cuda.syncwarp()  # lane 0 writes before others correct it
+    row = first_row + lane
+    if lane < WARP_ROWS and row < q.shape[1] and panel == 0:
+        if is_padding(visibility, b, row // heads):
+            tops[split, b, row] = MINUS_INF
+            totals[split, b, row] = ZERO
+    for r in range(min(WARP_ROWS, q.shape[1] - first_row)):
+        for g in range(GROUPS):
+            at = g * GROUP + 4 * lane
+            if at < columns:
+                n = (r * GROUPS + g) * 4
+                store4(
+                    accs[split, b, first_row + r],
+                    column + at,
+                    parked[n],
+                    parked[n + 1],
+                    parked[n + 2],
+                    parked[n + 3],
+                )
 
 
 @cuda.jit
 def merge_kernel(
-    accs,  # [P, B, R, Dc] f32; unset where top is -inf
+    accs,  # [P, B, R, Dc or more] f32; unset where a split is empty
     tops,  # [P, B, R] f32, base 2; -inf where a split saw nothing
     totals,  # [P, B, R] f32
     out,  # out [B, R, Dc] f32
@@ -741,7 +843,8 @@ def _run_split(
     blocks = batch * -(-packed // ROWS) * panels
     if n_splits is None:
         n_splits = choose_splits(blocks, kv_cache.shape[1], _multiprocessors(at))
-    accs = at.empty((n_splits, batch, packed, d_latent), np.float32)
+    whole = -(-d_latent // 4) * 4  # sums are stored four at a time
+    accs = at.empty((n_splits, batch, packed, whole), np.float32)
     tops = at.empty((n_splits, batch, packed), np.float32)
     totals = at.empty((n_splits, batch, packed), np.float32)
     at.launch(
