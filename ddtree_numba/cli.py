@@ -17,11 +17,8 @@ from ddtree_numba import __version__, backend
 from ddtree_numba.decode import Generation, check_prompts, generate
 from ddtree_numba.kernels.tree_build import MAX_DRAFT_NODES
 from ddtree_numba.model import load_model
-from ddtree_numba.model.text import decode as decode_bytes
-from ddtree_numba.model.text import held_out_prompts
+from ddtree_numba.model.text import decode, held_out_prompts
 from ddtree_numba.tree import DraftTree, quoted
-
-Decode = Callable[[Sequence[int]], str]
 
 SHOWN_ROUNDS = 2
 SHOWN_NODES = 24
@@ -223,13 +220,13 @@ def _demo(args: argparse.Namespace) -> int:
     if executor == "emulator":
         print(SLOW, file=sys.stderr)
     tree = run("tree")
-    _print_trees(tree, decode_bytes, out)
+    _print_trees(tree, out)
     _print_text(tree, out)
     runs = {"tree": tree, "chain": run("chain"), "plain": run("plain")}
     lossless = all(other.tokens == tree.tokens for other in runs.values())
     _print_table(runs, lossless, out)
     if args.figure:
-        _draw_first_round(tree, decode_bytes, args.figure)
+        _draw_first_round(tree, args.figure)
         print(f"first round drawn in {args.figure}", file=out)
     if args.json:
         print(json.dumps(_summary(runs, lossless, executor)))
@@ -271,13 +268,13 @@ def _check_writable(path: Path) -> None:
         raise PermissionError(f"--figure {path}: cannot be written")
 
 
-def _print_trees(run: Generation, decode: Decode, out: TextIO) -> None:
+def _print_trees(run: Generation, out: TextIO) -> None:
     for number, trace in enumerate(run.rounds[:SHOWN_ROUNDS], 1):
         tree, path = _head(trace.tree, trace.path(0), SHOWN_NODES)
         n_drafted = int(trace.tree.n_rows[0]) - 1
         print(
             f"\nround {number}: {n_drafted} draft nodes, {len(path) - 1} accepted (●), "
-            f"then the bonus {quoted(decode)([int(trace.accepted.bonus[0])])}",
+            f"then the bonus {quoted(decode)([trace.accepted.bonus[0]])}",
             file=out,
         )
         print(tree.to_text(0, decode, path), file=out)
@@ -299,7 +296,7 @@ def _head(tree: DraftTree, path: list[int], most: int) -> tuple[DraftTree, list[
 
 def _print_text(run: Generation, out: TextIO) -> None:
     """The text with the rounds told apart: by colour, or by brackets in a pipe."""
-    prompt = bytes(t for t in run.prompts[0] if t < 256).decode(errors="replace")
+    prompt = decode(run.prompts[0])
     colour = out.isatty() and not os.environ.get("NO_COLOR")
     cyan, yellow, plain = "\x1b[36m", "\x1b[33m", "\x1b[0m"
     marks = [(cyan, plain), (yellow, plain)] if colour else [("⟦", "⟧")]
@@ -331,7 +328,7 @@ def _print_table(runs: dict[str, Generation], lossless: bool, out: TextIO) -> No
     print(f"outputs of tree, chain and plain: {verdict}", file=out)
 
 
-def _draw_first_round(run: Generation, decode: Decode, path: Path) -> None:
+def _draw_first_round(run: Generation, path: Path) -> None:
     from ddtree_numba.viz import round_figure
 
     trace = run.rounds[0]

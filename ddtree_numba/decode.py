@@ -40,7 +40,7 @@ from ddtree_numba.kernels.topk import topk
 from ddtree_numba.kernels.tree_accept import tree_accept
 from ddtree_numba.kernels.tree_build import tree_build
 from ddtree_numba.model import Cache, Model
-from ddtree_numba.model.text import encode
+from ddtree_numba.model.text import decode, encode
 from ddtree_numba.tree import DraftTree
 
 MODES = ("tree", "chain", "plain")
@@ -110,7 +110,7 @@ class Generation:
 
     def text(self, i: int = 0) -> str:
         """Generated text of request i, its tokens being bytes."""
-        return bytes(self.tokens[i]).decode(errors="replace")
+        return decode(self.tokens[i])
 
     @property
     def n_tokens(self) -> int:
