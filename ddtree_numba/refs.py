@@ -42,7 +42,6 @@ _OUTPUTS = {
     "topk": ("log_probs", "token_ids"),
     "argmax": ("tokens",),
     "sample": ("tokens",),
-    "visibility": ("visibility",),
     "verify_attn": ("out", "lse"),
     "merge_partials": ("out", "lse"),
 }
@@ -245,9 +244,9 @@ class Recipe:
 
     Attributes
     ----------
+    stage : str
     make : callable
         Arguments of the stage, by name.
-    stage : str
     large : bool
         Keep seed and CRCs of array inputs instead of the inputs.
     rows, heads : sequence of int, optional
