@@ -347,7 +347,7 @@ class Run:
     def __init__(self, recipe: Recipe, config: ModelConfig, seed: int, out: Path):
         self.recipe, self.config, self.out = recipe, config, out
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.compile = self.device.type == "cuda"
+        self.on_gpu = self.device.type == "cuda"
         self.start = time.perf_counter()
         torch.manual_seed(seed)
         self.random = torch.Generator(self.device).manual_seed(seed)
@@ -361,7 +361,7 @@ class Run:
             "config": dataclasses.asdict(config),
             "stages": {},
         }
-        if self.compile:
+        if self.on_gpu:
             # cuDNN's attention plans each shape anew; the fused kernels do not.
             torch.backends.cuda.enable_cudnn_sdp(False)
             torch.backends.cuda.matmul.allow_tf32 = True
@@ -374,7 +374,7 @@ class Run:
 
     def autocast(self) -> torch.autocast:
         """bf16 matrix products on a GPU, float32 on a CPU."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.compile)
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.on_gpu)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[dict[str, Any]]:
@@ -383,7 +383,7 @@ class Run:
         entry: dict[str, Any] = {}
         self.log["stages"][name] = entry
         yield entry
-        if self.compile:
+        if self.on_gpu:
             torch.cuda.synchronize()
         entry["seconds"] = round(time.perf_counter() - begin, 1)
         short = {k: v for k, v in entry.items() if not isinstance(v, list)}
@@ -424,7 +424,7 @@ class Run:
             optimiser.step(rate_at(progress), step)
             if step % 50 == 0:
                 losses.append(loss.detach())
-                if self.compile and step % 200 == 0:
+                if self.on_gpu and step % 200 == 0:
                     torch.cuda.synchronize()  # keep the clock honest
             step += 1
         entry["steps"] = step
@@ -451,7 +451,7 @@ def train_target(run: Run, text: Tensor, entry: dict[str, Any]) -> Target:
         labels = torch.where(labels == BOS, IGNORE, labels)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
-    fast_loss = torch.compile(batch_loss) if run.compile else batch_loss
+    fast_loss = torch.compile(batch_loss) if run.on_gpu else batch_loss
 
     def loss_of() -> Tensor:
         starts = torch.randint(
@@ -509,7 +509,7 @@ def continue_text(run: Run, target: Target, excerpts: Tensor, sampled: int) -> T
     """
     c, (batch, length) = run.config, excerpts.shape
     total = length + run.recipe.continuation
-    dtype = torch.bfloat16 if run.compile else torch.float32
+    dtype = torch.bfloat16 if run.on_gpu else torch.float32
     caches = [
         torch.zeros(batch, total, c.d_cache, dtype=dtype, device=run.device)
         for _ in range(c.n_layers)
@@ -595,7 +595,7 @@ def make_continuations(run: Run, target: Target, text: Tensor) -> list[Tensor]:
 def read_features(run: Run, target: Target, tokens: Tensor, length: int) -> Tensor:
     """The target's features of ``tokens [n, T]``: bf16 [n, length, F], zero padded."""
     width = len(run.config.feature_layers) * run.config.d_model
-    dtype = torch.bfloat16 if run.compile else torch.float32
+    dtype = torch.bfloat16 if run.on_gpu else torch.float32
     out = torch.zeros(len(tokens), length, width, dtype=dtype, device=run.device)
     for part in range(0, len(tokens), 256):
         with run.autocast():
@@ -623,7 +623,7 @@ def train_drafter(
         )
         return (loss.view(-1, block - 1) @ decay).mean() / decay.sum()
 
-    fast_loss = torch.compile(batch_loss) if run.compile else batch_loss
+    fast_loss = torch.compile(batch_loss) if run.on_gpu else batch_loss
 
     def loss_of() -> Tensor:
         group = int(torch.randint(len(groups), (1,), generator=run.host_random))
@@ -747,7 +747,7 @@ def train(run: Run, stdlib: str, resume_target: str | None = None) -> None:
     kdtr.save(run.out / "golden.kdtr", golden(target, drafter))
     with run.stage("chain") as entry:
         entry.update(chain_length(run, target, drafter, held_out))
-    if run.compile:
+    if run.on_gpu:
         run.log["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
     run.log["seconds"] = run.elapsed()
     run.write_log()
