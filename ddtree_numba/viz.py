@@ -515,6 +515,7 @@ def _draw_accesses(
     for kind, style in KIND_STYLES.items():
         rows = (table["kind"] == kind).to_numpy()
         if rows.any():
+            style = {"linewidths": 1.0 if n_lanes <= 64 else 0.4, **style}
             ax.scatter(x[rows], y[rows], s=size, label=kind, zorder=3, **style)
     if racing.any():
         ax.scatter(x[racing], y[racing], s=3.4 * size, zorder=4, **RACE_STYLE)
@@ -577,7 +578,7 @@ def _count_accesses(table: pd.DataFrame, n_lanes: int, n_phases: int) -> Figure:
 
 def _lane_height(n_lanes: int) -> float:
     """Inches a lane: room for its number, as long as the figure fits a screen."""
-    return 0.2 if n_lanes <= 32 else 0.13 if n_lanes <= 64 else 0.05
+    return 0.2 if n_lanes <= 32 else 0.13 if n_lanes <= 64 else 0.06
 
 
 def _finish_lanes(ax: Axes, n_lanes: int) -> None:

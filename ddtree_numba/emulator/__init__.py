@@ -4,7 +4,7 @@
 
     emulate(kernel, grid, block, *args)                       # arrays change in place
     report = emulate(kernel, grid, block, *args, trace=True)
-    report.races, report.counts, report.accesses
+    report.races, report.memory, report.divergence, report.accesses
 
 The kernel's Python function (`py_func`) runs once a lane, each lane a greenlet. A hub
 lets one lane run until it waits at a barrier or a warp collective, then the next; when
@@ -17,12 +17,15 @@ What is emulated
 - Indices; static, dynamic (typed views of one buffer), local and const arrays; block
   barriers with count, and, or; `syncwarp`, shuffles, votes, match and `activemask` with
   their masks; atomics; bit functions, `fma`, loads and stores with cache hints, fences,
-  `nanosleep`; device functions, closures, plain functions that have a numba `overload`;
-  the scalar functions of `math` and NumPy and the common ones of `cuda.libdevice`. Any
-  other name raises `UnsupportedError`.
+  `nanosleep`; vector types; device functions, closures, plain functions that have a
+  numba `overload`; the scalar functions of `math` and NumPy and the common ones of
+  `cuda.libdevice` and `cuda.fp16`. Any other name (`cuda.cg`, `cuda.bf16`, random
+  numbers) raises `UnsupportedError`.
 - Arithmetic: float32 is rounded after every operation, overflows to inf and divides by
-  zero without a warning. Integers are Python ints between two stores and wrap when they
-  are stored or cast: numba computes them in 64 bits, NumPy would wrap at 32.
+  zero without a warning; `max` and `min` of two floats pass over NaN. Integers are
+  Python ints between two stores and wrap when they are stored or cast: numba computes
+  them in 64 bits, NumPy would wrap at 32. Floats become integers as PTX converts them:
+  saturated. Ballots and matches are int32, as numba types them.
 - A kernel's own intrinsics, by the `emulation` that they bring: tensor cores, copies
   that arrive later (`ddtree_numba.kernels.ptx`). A copy arrives at the wait and not
   before; it counts as one read and as two writes, at the request and at the wait.
@@ -33,14 +36,29 @@ Always: an index outside its array (negative too), shared or local memory read b
 is written, a block barrier that some lanes miss (or left before), a warp collective
 whose mask names lanes that do not come or not its caller, lanes that spin for ever, an
 impossible launch; memory that is used while a copy from or to it is on its way, wide
-accesses to misaligned addresses. Each names kernel, source line, block and lane.
+accesses to misaligned addresses; an integer divided by zero (on a GPU silently 0, or
+inf for ``/``). Each names kernel, source line, block and lane.
 
-With ``trace=True`` (2 to 3 times slower): every access to global and shared memory, and
-races. Two accesses to a common byte race when at least one writes, they are not both
-atomic, and neither a block barrier nor a `syncwarp` of both lanes lies between them;
-shuffles and votes order nothing (as the CUDA guide says); between blocks nothing does.
-Races are found from this order, not from the values, so one run in any lane order shows
-them, as far as the input makes the kernel take that path.
+With ``trace=True`` (about 3 times slower), of global and shared memory:
+
+- `races`. Two accesses to a common byte race when at least one writes, they are not
+  both atomic, and neither a block barrier nor a `syncwarp` of both lanes lies between
+  them; shuffles and votes order nothing (as the CUDA guide says); between blocks
+  nothing does. Races are found from this order, not from the values, so one run in any
+  lane order shows them, as far as the input makes the kernel take that path.
+- `memory`: by source line and array the requests of warps, the 32-byte sectors that one
+  costs in global memory, the bank conflicts in shared memory. Lanes run one after
+  another here; their n-th times at an instruction, between two block barriers, are
+  taken for one request.
+- `divergence`: lines where a part of a warp was active, as far as accesses and warp
+  collectives show it.
+- `counts` and `score()`: accesses of the busiest lane, as GPU-Puzzles scores them.
+- `accesses` and `barriers`, as tables. `ddtree_numba.viz` draws them: `lanes_figure`,
+  `access_figure`, `memory_figure`.
+
+The trace holds at most 2 million accesses at a time (80 MB) and looks at older ones
+before it lets them go; it keeps the first million for `accesses`, and `Report.dropped`
+says how many more there were.
 
 What a clean run does not establish
 -----------------------------------
@@ -48,8 +66,11 @@ What a clean run does not establish
   0.5 times a float32 is float64 on the GPU and float32 here. Unsigned differences below
   zero stay negative until they are stored or cast.
 - Last bits: `math` and libdevice functions are rounded correctly or nearly so here; the
-  GPU's, and above all the `fast_` ones, are not. Float atomics add in one fixed order.
-- Speed, register use, memory coalescing, bank conflicts.
+  GPU's, and above all the `fast_` ones, are not. The compiler fuses ``a * b + c``.
+  Float atomics add in one fixed order.
+- The width of small integers: `clz` and `brev` of an int64 below 2**32 need a cast.
+- Speed, register use, caches. `memory` counts what the source asks for: the compiler
+  keeps values in registers and may join loads.
 - Memory ordering: writes are visible at once. Patterns that order blocks or lanes by
   fences and flags run, but a trace calls them races.
 - Other inputs: only what ran was seen.

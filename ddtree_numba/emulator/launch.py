@@ -53,8 +53,9 @@ def emulate(
     seed : int
         Of the shuffling.
     trace : bool
-        Record every access to global and shared memory, and find races. Without it
-        bounds, uninitialised reads, divergent barriers and deadlocks are still found.
+        Record every access to global and shared memory, find races, and count what
+        warps ask of memory (see `Report`). Without it bounds, uninitialised reads,
+        divergent barriers and deadlocks are still found.
 
     Returns
     -------
