@@ -76,6 +76,8 @@ class DraftTree:
         token_ids: Any = None,
         log_probs: Any = None,
         n_rows: Any = None,
+        *,
+        check: bool = True,
     ) -> DraftTree:
         """Complete a tree from parent rows alone, on the host.
 
@@ -89,35 +91,39 @@ class DraftTree:
             Path log-probabilities; 0 if omitted.
         n_rows : int [B], optional
             Live rows; all of them if omitted.
+        check : bool
+            Validate the result. Parents are looked at in any case.
 
         Raises
         ------
+        TypeError
+            For parents, tokens or rows that are no integers.
         ValueError
-            If a parent does not stand before its child, or the result is no valid tree
-            (see `validate`).
+            If a parent does not stand before its child, shapes do not agree, or the
+            result is no valid tree (see `validate`).
         """
-        parents = np.atleast_2d(np.array(parents, np.int32))
+        parents = np.atleast_2d(_integers(parents, "parents"))
         if parents.ndim != 2:
             raise ValueError(f"parents has shape {parents.shape}; expected [B, N]")
         batch, n = parents.shape
-        live = np.full(batch, n) if n_rows is None else np.asarray(n_rows)
-        live = live.reshape(batch).astype(np.int32)
-        tokens = np.arange(n) if token_ids is None else np.asarray(token_ids)
+        live = np.full(batch, n) if n_rows is None else n_rows
+        tokens = np.arange(n) if token_ids is None else token_ids
         scores = np.zeros(n) if log_probs is None else np.asarray(log_probs)
         tree = cls(
-            token_ids=np.broadcast_to(tokens, (batch, n)).astype(np.int32),
-            parents=parents,
+            token_ids=_spread(_integers(tokens, "token_ids"), "token_ids", (batch, n)),
+            parents=parents.copy(),
             depths=np.full((batch, n), -1, np.int32),
             next_token=np.full((batch, n), -1, np.int32),
             next_sibling=np.full((batch, n), -1, np.int32),
-            log_probs=np.broadcast_to(scores, (batch, n)).astype(np.float32),
+            log_probs=_spread(scores, "log_probs", (batch, n)).astype(np.float32),
             visibility=np.zeros((batch, n, n_words(n)), np.uint32),
-            n_rows=live,
+            n_rows=_spread(_integers(live, "n_rows"), "n_rows", (batch,)),
         )
         for b in range(batch):
             tree._check_n_rows(b)
             tree._complete(b)
-        tree.validate()
+        if check:
+            tree.validate()
         return tree
 
     def _complete(self, b: int) -> None:
@@ -392,6 +398,20 @@ def quoted(decode: Callable[[Sequence[int]], str]) -> Callable[[Sequence[int]], 
         return "".join(shown.get(c, c if c.isprintable() else "�") for c in text)
 
     return show
+
+
+def _integers(x: Any, name: str) -> np.ndarray:
+    x = np.asarray(x)
+    if x.dtype.kind not in "iu" and x.size:
+        raise TypeError(f"{name} has dtype {x.dtype}; expected int32")
+    return x.astype(np.int32)
+
+
+def _spread(x: np.ndarray, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """A copy of x in this shape: one for each request, or the same for all."""
+    if x.shape not in (shape, shape[1:]):
+        raise ValueError(f"{name} has shape {x.shape}; expected {shape}")
+    return np.broadcast_to(x, shape).copy()
 
 
 def _to_numpy(x: Any) -> np.ndarray:

@@ -92,6 +92,22 @@ def test_live_rows_out_of_range_are_an_error(live):
         DraftTree.from_parents([[-1, 0, 0]] * 2, n_rows=[3, live])
 
 
+@pytest.mark.parametrize(
+    ("field", "x", "error", "message"),
+    [
+        ("parents", [-1, 0.5], TypeError, "dtype float64; expected int32"),
+        ("token_ids", [1.5, 2.0], TypeError, "dtype float64; expected int32"),
+        ("token_ids", [1, 2, 3], ValueError, r"shape \(3,\); expected \(1, 2\)"),
+        ("log_probs", [[0.0], [0.0]], ValueError, r"shape \(2, 1\); expected \(1, 2\)"),
+        ("n_rows", [2, 2], ValueError, r"shape \(2,\); expected \(1,\)"),
+        ("n_rows", [2.0], TypeError, "dtype float64; expected int32"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_named(field, x, error, message):
+    with pytest.raises(error, match=f"{field} has {message}"):
+        DraftTree.from_parents(**{"parents": [-1, 0], field: x})
+
+
 def test_parents_of_rank_3_are_an_error():
     with pytest.raises(ValueError, match=r"parents has shape \(1, 1, 1\)"):
         DraftTree.from_parents([[[-1]]])
