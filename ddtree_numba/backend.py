@@ -296,7 +296,7 @@ class Place:
                 x = _Reinterpreted(x, typestr="<u2")
             x = cuda.as_cuda_array(x, sync=False)
         else:
-            x = np.asarray(x)
+            x = _as_array(x, name)
             if convert and allowed:
                 x = _convert(x, name, allowed[0])
         if allowed is not None and x.dtype not in allowed:
@@ -420,6 +420,31 @@ def _current_stream(library: str) -> Any:
 
         handle = cupy.cuda.get_current_stream().ptr
     return cuda.external_stream(handle) if handle else 0
+
+
+def whole_number(x: Any, name: str, *, least: int = 0, most: int | None = None) -> int:
+    """A count that a caller gave, as an int.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For anything but an integer (a bool is none), and one outside its range.
+    """
+    expected = f"{least} or more" if most is None else f"{least} … {most}"
+    if isinstance(x, bool) or not isinstance(x, int | np.integer):
+        raise TypeError(
+            f"{name} is {x!r} ({type(x).__name__}); expected an int, {expected}"
+        )
+    if x < least or (most is not None and x > most):
+        raise ValueError(f"{name} is {x}; expected {expected}")
+    return int(x)
+
+
+def _as_array(x: Any, name: str) -> np.ndarray:
+    try:
+        return np.asarray(x)
+    except ValueError as error:  # rows of different length
+        raise ValueError(f"{name} is no array: {error}") from error
 
 
 def _convert(x: np.ndarray, name: str, dtype: np.dtype) -> np.ndarray:

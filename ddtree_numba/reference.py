@@ -18,6 +18,7 @@ import numpy as np
 from ddtree_numba import bf16
 from ddtree_numba.tree import WORD_BITS, DraftTree, n_words
 
+FLOAT32_RANGE = np.finfo(np.float32).min, np.finfo(np.float32).max
 ACCEPT_OK, ACCEPT_BACKWARD, ACCEPT_OUT_OF_RANGE = 0, 1, 2
 
 
@@ -92,16 +93,22 @@ def topk(
     kept = min(k, vocab)
     log_probs = np.full((batch, length, kept), np.nan, np.float32)
     token_ids = np.full((batch, length, kept), -1, np.int32)
+    if vocab == 0:
+        return log_probs, token_ids
     for b in range(batch):
         for position in range(length):
             row = _to_float64(logits[b, position])
-            if vocab and (why := bad_row(row)):
+            if why := bad_row(row):
                 if check:
                     raise ValueError(f"logits, request {b}, row {position} {why}")
                 continue
             order = np.argsort(-row, kind="stable")[:kept]  # stable: lower ids first
             token_ids[b, position] = order
-            log_probs[b, position] = row[order] - logsumexp(row)
+            # The difference first: a huge logit would swallow the log.
+            from_top = row - row.max()
+            kept_log_probs = from_top[order] - np.log(np.exp(from_top).sum())
+            with np.errstate(over="ignore"):  # less than float32 holds is -inf
+                log_probs[b, position] = kept_log_probs
     return log_probs, token_ids
 
 
@@ -145,7 +152,7 @@ def tree_build(
     max_draft_nodes : int, optional
         Rows to allocate, less one; the largest of `n_draft_nodes` if omitted.
     check : bool
-        Raise for NaN or for rows that do not fall.
+        Raise for what `topk` cannot have given (see `check_candidates`).
 
     Returns
     -------
@@ -164,7 +171,7 @@ def tree_build(
         raise ValueError(f"n_draft_nodes is {n_draft_nodes}; expected 0 … {most}")
     roots = np.full(batch, -1) if root_tokens is None else np.asarray(root_tokens)
     if check:
-        check_log_probs(log_probs)
+        check_candidates(log_probs, token_ids)
 
     n = most + 1
     parents = np.full((batch, n), -1, np.int32)
@@ -198,11 +205,16 @@ def tree_build(
             next_sibling = ((*path[:-1], path[-1] + 1), parent)
             first_child = ((*path, 0), row)
             offer = [next_sibling, first_child]
-    return DraftTree.from_parents(parents, tokens, scores, n_rows)
+    # A live row stays finite, even if it is less probable than float32 can say.
+    scores = np.clip(scores, *FLOAT32_RANGE)
+    return DraftTree.from_parents(parents, tokens, scores, n_rows, check=check)
 
 
-def check_log_probs(log_probs: np.ndarray) -> None:
-    """Raise ValueError for NaN or for candidates that do not fall along K."""
+def check_candidates(log_probs: np.ndarray, token_ids: np.ndarray) -> None:
+    """Raise ValueError for candidates that `topk` cannot have given.
+
+    NaN, log-probs above 0 or rising along K, and a negative token that could be a node.
+    """
     bad = np.isnan(log_probs).any(axis=-1)
     if bad.any():
         b, position = np.argwhere(bad)[0]
@@ -213,6 +225,17 @@ def check_log_probs(log_probs: np.ndarray) -> None:
         raise ValueError(
             f"log_probs, request {b}, row {position} rises; expected topk's order"
         )
+    for name, x, bad in (
+        ("log_probs", log_probs, log_probs > 0),
+        ("token_ids", token_ids, (token_ids < 0) & (log_probs > -np.inf)),
+    ):
+        if bad.any():
+            b, position, rank = np.argwhere(bad)[0]
+            expected = "0 or less" if name == "log_probs" else "0 or more"
+            raise ValueError(
+                f"{name}, request {b}, row {position} holds {x[b, position, rank]}; "
+                f"expected {expected}"
+            )
 
 
 def visibility(parents: np.ndarray, n_rows: np.ndarray) -> np.ndarray:

@@ -242,6 +242,17 @@ def test_ptx_needs_no_float64_and_no_local_memory(cc, dtype):
     assert ".local" not in ptx
 
 
+def test_logits_as_large_as_float32_holds(executor):
+    """Masks are often the lowest float32, and a huge logit swallows a small log."""
+    most = np.finfo(np.float32).max
+    logits = np.array([[[most] * 4, [most, -most, 0, 0], [-most] * 4]], np.float32)
+    log_probs, ids = topk(logits, 4, executor=executor)
+    quarter = np.log(0.25)
+    np.testing.assert_allclose(log_probs[0, [0, 2]], quarter, rtol=1e-6)
+    assert log_probs[0, 1].tolist() == [0, -most, -most, -INF]
+    assert ids[0].tolist() == [[0, 1, 2, 3], [0, 2, 3, 1], [0, 1, 2, 3]]
+
+
 # ---------------------------------------------------------------------------- bad input
 
 BAD_ROWS = pytest.mark.parametrize(
@@ -298,10 +309,22 @@ def test_bad_arguments_are_named(executor):
         topk(logits.astype(float), 2, executor=executor)
 
 
-def test_more_candidates_than_the_kernel_sorts_is_an_error(kernel_executor):
+@pytest.mark.parametrize("k", [2.0, True, "2", None, np.array([2])], ids=repr)
+def test_a_k_that_is_no_count_is_a_type_error(executor, k):
+    logits = np.zeros((1, 1, 4), np.float32)
+    with pytest.raises(TypeError, match=r"k is .*; expected an int, 0 or more"):
+        topk(logits, k, executor=executor)
+
+
+def test_rows_of_different_length_are_named(executor):
+    with pytest.raises(ValueError, match="logits is no array: .*inhomogeneous"):
+        topk([[[1.0], [1.0, 2.0]]], 1, executor=executor)
+
+
+def test_more_candidates_than_the_kernel_sorts_is_an_error(executor):
     logits = np.zeros((1, 1, 1025), np.float32)
     with pytest.raises(ValueError, match="k is 1025 and V 1025; expected K up to 1024"):
-        topk(logits, 1025, executor=kernel_executor)
+        topk(logits, 1025, executor=executor)
 
 
 @pytest.mark.gpu

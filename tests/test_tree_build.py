@@ -457,10 +457,58 @@ def test_a_budget_above_max_draft_nodes_is_an_error(executor, budget):
         tree_build(*candidates, budget, max_draft_nodes=5, executor=executor)
 
 
-def test_more_rows_than_the_kernel_holds_is_an_error(kernel_executor):
+@pytest.mark.parametrize(
+    ("budget", "most"), [(1025, None), ([1025], None), (1, 1025)], ids=str
+)
+def test_more_rows_than_the_kernel_holds_is_an_error(executor, budget, most):
     candidates = random_candidates(0, (1, 2, 3))
-    with pytest.raises(ValueError, match="goes up to 1025; expected at most 1024"):
-        tree_build(*candidates, 1025, executor=kernel_executor)
+    with pytest.raises(ValueError, match="nodes is .*1025.*; expected 0 … 1024"):
+        tree_build(*candidates, budget, max_draft_nodes=most, executor=executor)
+
+
+@pytest.mark.parametrize("name", ["n_draft_nodes", "max_draft_nodes"])
+@pytest.mark.parametrize("count", [True, 2.0, "2"], ids=repr)
+def test_a_budget_that_is_no_count_is_a_type_error(executor, name, count):
+    candidates = random_candidates(0, (1, 2, 3))
+    budgets = {"n_draft_nodes": 1, name: count}
+    with pytest.raises(TypeError, match=f"{name} is {count!r} .*; expected an int, 0 "):
+        tree_build(*candidates, **budgets, executor=executor)
+
+
+@pytest.mark.parametrize("score", [1e-7, np.inf])
+def test_log_probs_above_0_are_an_error_that_names_them(executor, score):
+    log_probs, tokens = random_candidates(0, (3, 4, 5))
+    log_probs[2, 1, 0] = score
+    with pytest.raises(ValueError, match="log_probs, request 2, row 1 holds"):
+        tree_build(log_probs, tokens, 4, executor=executor)
+
+
+def test_a_negative_token_is_an_error_unless_it_is_never_a_node(executor):
+    log_probs, tokens = random_candidates(0, (3, 4, 5))
+    tokens[2, 1, 4] = -2
+    with pytest.raises(ValueError, match="token_ids, request 2, row 1 holds -2"):
+        tree_build(log_probs, tokens, 4, executor=executor)
+    log_probs[2, 1, 4] = -np.inf
+    assert (tree_build(log_probs, tokens, 4, executor=executor).n_rows == 5).all()
+
+
+def test_unchecked_candidates_give_the_same_tree_everywhere(kernel_executor):
+    log_probs, tokens = random_candidates(0, (1, 3, 4))
+    for spoilt in (log_probs[..., ::-1], -log_probs, log_probs + np.inf):
+        trees = [
+            tree_build(spoilt, tokens - 2, 7, check=False, executor=where)
+            for where in (kernel_executor, "numpy")
+        ]
+        for name, x in vars(trees[0]).items():
+            np.testing.assert_array_equal(x, getattr(trees[1], name), err_msg=name)
+
+
+def test_log_probs_below_float32_stay_finite(executor):
+    lowest = np.finfo(np.float32).min
+    candidates = np.full((1, 3, 1), lowest), np.zeros((1, 3, 1), np.int32)
+    tree = tree_build(*candidates, 3, executor=executor)
+    tree.validate()
+    assert tree.log_probs.tolist() == [[0, lowest, lowest, lowest]]
 
 
 def test_rows_that_rise_are_an_error_that_names_them(executor):

@@ -34,7 +34,7 @@ import numpy as np
 from numba import cuda
 
 from ddtree_numba import reference
-from ddtree_numba.backend import place, to_float32
+from ddtree_numba.backend import place, to_float32, whole_number
 
 MAX_K = 1024
 CAPACITY = 2048  # codes that are sorted in shared memory, a power of two
@@ -295,7 +295,7 @@ def topk(
     logits : float32, float16 or bfloat16 (uint16 bits in NumPy) [B, L, V]
         -inf is legal (a masked token).
     k : int
-        Candidates to keep, ``K = min(k, V)``; the kernel takes K up to 1024.
+        Candidates to keep, ``K = min(k, V)``, up to 1024.
     check : bool, optional
         Raise for a row with NaN, +inf or only -inf; otherwise its candidates are NaN
         and -1. If omitted, host arrays are checked; device arrays cannot be.
@@ -310,8 +310,9 @@ def topk(
     Raises
     ------
     TypeError, ValueError
-        For logits of the wrong dtype or rank, a negative or too large k, ``check=True``
-        with device arrays, and (checked) a bad row, naming request and row.
+        For logits of the wrong dtype or rank, a k that is no count or too large,
+        ``check=True`` with device arrays, and (checked) a bad row, naming request and
+        row.
     """
     at = place(executor, default="numpy", logits=logits)
     if check and at.on_device:
@@ -321,14 +322,12 @@ def topk(
         logits, "logits", dtypes=(np.float32, np.float16, np.uint16), ndim=3
     )
     batch, length, vocab = given.shape
-    if k < 0:
-        raise ValueError(f"k is {k}; expected 0 or more")
-    kept = min(k, vocab)
+    kept = min(whole_number(k, "k"), vocab)
+    if kept > MAX_K:  # the kernel's limit: what is legal must not depend on where
+        raise ValueError(f"k is {k} and V {vocab}; expected K up to {MAX_K}")
     # Without a candidate the kernel has nowhere to say that a row is bad.
     if at.executor == "numpy" or (kept == 0 and not at.on_device):
         return reference.topk(given, k, check=checked)
-    if kept > MAX_K:
-        raise ValueError(f"k is {k} and V {vocab}; expected K up to {MAX_K}")
     log_probs = at.empty((batch, length, kept), np.float32)
     token_ids = at.empty((batch, length, kept), np.int32)
     if batch * length * kept:

@@ -34,19 +34,21 @@ tree_build_kernel    one block a request: one warp selects the rows, M steps one
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any
 
 import numpy as np
 from numba import cuda
 
 from ddtree_numba import reference
-from ddtree_numba.backend import is_device_array, place
+from ddtree_numba.backend import is_device_array, place, whole_number
 from ddtree_numba.tree import WORD_BITS, DraftTree, n_words
 
 MAX_DRAFT_NODES = 1024
 MAX_ROWS = MAX_DRAFT_NODES + 1
 THREADS = 256
 WARP = 32
+LOWEST, HIGHEST = map(float, reference.FLOAT32_RANGE)
 FULL_WARP = 0xFFFFFFFF
 SIBLING, CHILD = 0, 1  # the lanes that put a taken row's two candidates in its place
 NO_ORDER = NO_SLOT = 0xFFFF  # behind every candidate, none of them
@@ -272,7 +274,9 @@ def tree_build_kernel(
             else:
                 next_sibling[b, row_before[i]] = i
         depths[b, i] = depth
-        row_log_probs[b, i] = np.float32(row_scores[i])
+        # A live row stays finite, even if it is less probable than float32 can say.
+        score = min(max(row_scores[i], LOWEST), HIGHEST)
+        row_log_probs[b, i] = np.float32(score)
         write_visibility(visibility[b, i], i, row_parents)
 
 
@@ -296,7 +300,7 @@ def tree_build(
     token_ids : int32 [B, L, K]
         The candidates' tokens.
     n_draft_nodes : int or int32 [B]
-        Nodes beside the root; the kernel takes up to 1024. On a GPU the host does not
+        Nodes beside the root, up to 1024. On a GPU the host does not
         read an array: budgets are cut to ``0 … max_draft_nodes`` there.
     root_tokens : int32 [B], optional
         Token of row 0; -1 if omitted.
@@ -304,8 +308,9 @@ def tree_build(
         Rows to allocate, less one; the largest of `n_draft_nodes` if omitted. Required
         if `n_draft_nodes` lies on a GPU.
     check : bool, optional
-        Raise for NaN and for rows that do not fall. If omitted, host arrays are
-        checked; device arrays cannot be.
+        Raise for what `topk` cannot have given: NaN, log-probs that rise along K or are
+        above 0, negative tokens. If omitted, host arrays are checked; device arrays
+        cannot be.
     executor : {"gpu", "emulator", "numpy"}, optional
 
     Returns
@@ -321,7 +326,7 @@ def tree_build(
         missing `max_draft_nodes`, ``check=True`` with device arrays, and (checked) bad
         log_probs, naming request and row.
     """
-    one_for_all = isinstance(n_draft_nodes, int | np.integer)
+    one_for_all = n_draft_nodes is None or isinstance(n_draft_nodes, str | Real)
     budgets = None if one_for_all else n_draft_nodes
     at = place(
         executor,
@@ -358,12 +363,8 @@ def tree_build(
             max_draft_nodes=most,
             check=checked,
         )
-    if most > MAX_DRAFT_NODES:
-        raise ValueError(
-            f"n_draft_nodes goes up to {most}; expected at most {MAX_DRAFT_NODES}"
-        )
     if checked:
-        reference.check_log_probs(log_probs)
+        reference.check_candidates(log_probs, token_ids)
     n = most + 1
     rows = (batch, n)
     tree = DraftTree(
@@ -402,7 +403,7 @@ def _most_draft_nodes(
 ) -> int:
     """Rows to allocate, less one; device budgets are not looked at."""
     if budgets is None:
-        low = high = int(n_draft_nodes)
+        low = high = whole_number(n_draft_nodes, "n_draft_nodes", most=MAX_DRAFT_NODES)
     elif not is_device_array(budgets):
         low, high = int(budgets.min(initial=0)), int(budgets.max(initial=0))
     elif max_draft_nodes is None:
@@ -412,7 +413,9 @@ def _most_draft_nodes(
         )
     else:
         low = high = 0
-    most = high if max_draft_nodes is None else max_draft_nodes
-    if most < 0 or low < 0 or high > most:
+    most = MAX_DRAFT_NODES  # on every executor: what is legal must not depend on where
+    if max_draft_nodes is not None:
+        most = whole_number(max_draft_nodes, "max_draft_nodes", most=most)
+    if low < 0 or high > most:
         raise ValueError(f"n_draft_nodes is {n_draft_nodes}; expected 0 … {most}")
-    return most
+    return high if max_draft_nodes is None else most
