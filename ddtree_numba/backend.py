@@ -241,6 +241,27 @@ class Place:
         self.on_device = kind != "numpy"
         self._kind = kind
 
+    def checks(self, check: bool | None, name: str) -> bool:
+        """Whether a stage is to look at its inputs' values.
+
+        Parameters
+        ----------
+        check : bool, optional
+            What the caller asks for; None means "where the host can see them".
+        name : str
+            The argument whose values they are, for the message.
+
+        Raises
+        ------
+        ValueError
+            If device arrays were to be checked: that would need the host.
+        """
+        if check and self.on_device:
+            raise ValueError(
+                f"check is True, but {name} lie on the GPU; expected False"
+            )
+        return not self.on_device if check is None else check
+
     def take(
         self,
         x: Any,

@@ -165,6 +165,14 @@ def test_device_arrays_do_not_go_to_a_cpu_executor(monkeypatch):
         place(q=FakeDeviceArray())
 
 
+def test_values_are_checked_on_the_host_unless_told_otherwise():
+    host, device = Place("emulator", "numpy"), Place("gpu", "torch")
+    assert [host.checks(check, "q") for check in (None, True, False)] == [1, 1, 0]
+    assert [device.checks(check, "q") for check in (None, False)] == [0, 0]
+    with pytest.raises(ValueError, match="check is True, but q lie on the GPU"):
+        device.checks(True, "q")
+
+
 def test_an_array_that_refuses_to_answer_is_no_device_array():
     class CpuTensor:
         @property

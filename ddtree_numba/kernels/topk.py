@@ -315,9 +315,7 @@ def topk(
         row.
     """
     at = place(executor, default="numpy", logits=logits)
-    if check and at.on_device:
-        raise ValueError("check is True, but logits lie on the GPU; expected False")
-    checked = not at.on_device if check is None else check
+    checked = at.checks(check, "logits")
     given = at.check(
         logits, "logits", dtypes=(np.float32, np.float16, np.uint16), ndim=3
     )

@@ -336,9 +336,7 @@ def tree_build(
         n_draft_nodes=budgets,
         root_tokens=root_tokens,
     )
-    if check and at.on_device:
-        raise ValueError("check is True, but log_probs lie on the GPU; expected False")
-    checked = not at.on_device if check is None else check
+    checked = at.checks(check, "log_probs")
     log_probs = at.check(log_probs, "log_probs", dtypes=(np.float32,), ndim=3)
     batch = log_probs.shape[0]
     i32 = (np.int32,)
