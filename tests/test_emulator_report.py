@@ -1,11 +1,13 @@
 """What a traced run reports beside races: memory requests, divergence, counts."""
 
+from collections import defaultdict
+
 import numpy as np
 import pytest
 import test_emulator_bugs as bugs
 from numba import cuda, float32, int32
 from test_emulator_bugs import marked_line
-from test_emulator_kernels import CASES, histogram, matmul
+from test_emulator_kernels import CASES, histogram, matmul, transpose
 
 from ddtree_numba.emulator import EmulatorError, LaunchError, emulate, trace
 
@@ -287,13 +289,12 @@ def small_trace(monkeypatch):
     return looked
 
 
-@pytest.mark.parametrize("order", ["forward", "reverse", "shuffled"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_a_correct_kernel_has_no_race_in_a_small_trace(case, order, small_trace):
+def test_a_correct_kernel_has_no_race_in_a_small_trace(case, small_trace):
     races = []
 
     def launch(*args, **options):
-        races.extend(emulate(*args, order=order, trace=True, **options).races)
+        races.extend(emulate(*args, trace=True, **options).races)
 
     case(launch)
     assert races == []
@@ -340,10 +341,88 @@ def test_a_small_trace_finds_the_same_races(monkeypatch, kernel, grid, block, sh
     assert small.counts == whole.counts
 
 
+@cuda.jit
+def program_kernel(program, x):
+    # program [blocks, lanes, steps, 2] i32: what to do, and to which element; x [16]
+    box = cuda.shared.array(16, int32)
+    b, i = cuda.blockIdx.x, cuda.threadIdx.x
+    if i == 0:
+        for at in range(16):
+            box[at] = 0
+    cuda.syncthreads()
+    for step in range(program.shape[2]):
+        what, at = program[b, i, step, 0], program[b, i, step, 1]
+        if what == 0:
+            box[at]
+        if what == 1:
+            box[at] = 1
+        if what == 2:
+            cuda.atomic.add(box, at, 1)
+        if what == 3:
+            x[at]
+        if what == 4:
+            x[at] = 1
+        if what == 5:
+            cuda.atomic.add(x, at, 1)
+        if what == 6:
+            cuda.syncthreads()
+
+
+def racing_arrays(program):
+    """Which arrays race inside a block, and whether x does between blocks: by pairs."""
+    inside, between = defaultdict(set), defaultdict(set)
+    for b, lanes in enumerate(program.tolist()):
+        for i, steps in enumerate(lanes):
+            phase = 0
+            for what, at in steps:
+                phase += what == 6
+                array = "box" if what < 3 else "x"
+                if what < 6:
+                    inside[array, b, phase, at].add((i, what % 3))
+                if array == "x" and what < 6:
+                    between[at].add((b, what % 3))
+
+    def race(accesses):
+        return any(
+            one != other and (1 in kinds or kinds == {0, 2})
+            for one, first in accesses
+            for other, second in accesses
+            for kinds in [{first, second}]
+        )
+
+    arrays = {array for (array, *_), accesses in inside.items() if race(accesses)}
+    return arrays, any(map(race, between.values()))
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_random_programs_race_as_every_pair_of_accesses_says(small, monkeypatch):
+    rng = np.random.default_rng(2)
+    outcomes = []
+    for n in range(50):
+        if small:
+            monkeypatch.setattr(trace, "PACK_AT", int(rng.integers(2, 9)))
+            monkeypatch.setattr(trace, "HOLD", int(rng.integers(5, 30)))
+        program = rng.integers(0, 16, (3, 4, 6, 2), np.int32)
+        writes = rng.random() ** 3 / 3
+        odds = [0.4 - writes, writes, 0.1, 0.4 - writes, writes, 0.1]
+        program[..., 0] = rng.choice(6, (3, 4, 6), p=odds)
+        program[:, :, rng.random(6) < 0.4, 0] = 6
+        order = ("forward", "reverse", "shuffled")[n % 3]
+        races = emulate(
+            *(program_kernel, 3, 4, program, np.zeros(16, np.int32)),
+            trace=True, order=order, seed=n,
+        ).races  # fmt: skip
+        inside = {race.array for race in races if not race.between_blocks}
+        between = any(race.between_blocks for race in races)
+        assert (inside, between) == racing_arrays(program)
+        outcomes.append((bool(inside), between))
+    assert len(set(outcomes)) >= 3  # the programs differ enough
+
+
 def test_accesses_beyond_the_cap_are_counted_as_dropped(monkeypatch):
     def run():
         reports = []
-        matmul(lambda *args: reports.append(emulate(*args, trace=True)))
+        transpose(lambda *args: reports.append(emulate(*args, trace=True)))
         return reports[0]
 
     whole, small = both_ways(monkeypatch, run)

@@ -56,9 +56,9 @@ With ``trace=True`` (about 3 times slower), of global and shared memory:
 - `accesses` and `barriers`, as tables. `ddtree_numba.viz` draws them: `lanes_figure`,
   `access_figure`, `memory_figure`.
 
-The trace holds at most 2 million accesses at a time (80 MB) and looks at older ones
-before it lets them go; it keeps the first million for `accesses`, and `Report.dropped`
-says how many more there were.
+The trace holds at most a million accesses at a time (40 MB; some 300 MB while it looks
+at them, before it lets them go). It keeps the first million for `accesses`, and
+`Report.dropped` says how many more there were.
 
 What a clean run does not establish
 -----------------------------------

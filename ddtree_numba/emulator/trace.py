@@ -36,7 +36,7 @@ KINDS = {READ: "read", WRITE: "write", ATOMIC: "atomic"}
 PACK_AT = 100_000
 
 #: Accesses held in columns (about 40 bytes each) before they are looked at.
-HOLD = 2_000_000
+HOLD = 1_000_000
 
 #: Accesses kept for `Report.accesses`; everything else sees all of them.
 KEEP = 1_000_000
