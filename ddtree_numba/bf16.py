@@ -64,3 +64,19 @@ def to_float32(bits: ArrayLike) -> NDArray[np.float32]:
         raise TypeError(f"bits: expected uint16 (bfloat16 bits), got {bits.dtype}")
     wide = np.asarray(bits.astype(np.uint32) << 16)
     return wide.view(np.float32)
+
+
+def to_float64(x: ArrayLike) -> NDArray[np.float64]:
+    """Widen what the kernels take to float64, exactly.
+
+    Parameters
+    ----------
+    x : array_like of float, or of uint16 (bfloat16 bits), any shape
+
+    Returns
+    -------
+    ndarray of float64, shape of `x`
+    """
+    x = np.asarray(x)
+    is_bits = x.dtype.newbyteorder("=") == np.uint16
+    return (to_float32(x) if is_bits else x).astype(np.float64)

@@ -47,10 +47,6 @@ class Accepted(NamedTuple):
 # ------------------------------------------------------------------------------- topk
 
 
-def _to_float64(x: np.ndarray) -> np.ndarray:
-    return (bf16.to_float32(x) if x.dtype == np.uint16 else x).astype(np.float64)
-
-
 def bad_row(row: np.ndarray) -> str | None:
     """Why a row of logits is no distribution, or None if it is one."""
     if np.isnan(row).any():
@@ -97,7 +93,7 @@ def topk(
         return log_probs, token_ids
     for b in range(batch):
         for position in range(length):
-            row = _to_float64(logits[b, position])
+            row = bf16.to_float64(logits[b, position])
             if why := bad_row(row):
                 if check:
                     raise ValueError(f"logits, request {b}, row {position} {why}")
@@ -326,9 +322,9 @@ def verify_attn(
     for b in range(batch):
         for i in range(n):
             seen = visible_keys(visibility[b, i], int(prefix_lens[b]))
-            keys = _to_float64(kv_cache[b, seen])
+            keys = bf16.to_float64(kv_cache[b, seen])
             for h in range(heads):
-                query = _to_float64(q[b, i, h])
+                query = bf16.to_float64(q[b, i, h])
                 out[b, i, h], lse[b, i, h] = attend(
                     query, keys, keys[:, :d_latent], sm_scale
                 )
@@ -388,7 +384,7 @@ def verify_attn_unabsorbed(
     for b in range(batch):
         for i in range(n):
             seen = visible_keys(visibility[b, i], int(prefix_lens[b]))
-            rows = _to_float64(kv_cache[b, seen])
+            rows = bf16.to_float64(kv_cache[b, seen])
             latent, k_rope = rows[:, :d_latent], rows[:, d_latent:]
             for h in range(heads):
                 keys = np.concatenate([latent @ w_uk[h].T, k_rope], axis=1)
@@ -448,7 +444,7 @@ def argmax(
     tokens = np.full((batch, n), -1, np.int32)
     for b in range(batch):
         for i in range(n if n_rows is None else n_rows[b]):
-            row = _to_float64(logits[b, i])
+            row = bf16.to_float64(logits[b, i])
             if why := bad_row(row):
                 if check:
                     raise ValueError(f"logits, request {b}, row {i} {why}")
@@ -492,7 +488,7 @@ def sample(
         return best
     tokens = np.full_like(best, -1)
     for b, i in np.argwhere(best >= 0):
-        row = _to_float64(logits[b, i])
+        row = bf16.to_float64(logits[b, i])
         # The difference first: a low temperature must not overflow to inf - inf.
         cumulative = np.cumsum(np.exp((row - row.max()) / temperature))
         key = np.random.Philox(key=seed, counter=[0, 0, b, positions[b, i]])
@@ -632,13 +628,14 @@ def check_compaction(
                 f"accept_len, request {b} is {length}; expected 0 … {width}"
             )
         accepted = rows[b, :length]
-        if (np.diff(accepted, prepend=-1) <= 0).any():
+        if (np.diff(accepted.astype(np.int64), prepend=-1) <= 0).any():
             raise ValueError(
                 f"rows, request {b} is {accepted.tolist()}; expected rows that ascend "
                 "from 0 or more"
             )
-        if length and start + accepted[-1] >= s_max:
+        last = int(start) + int(accepted[-1]) if length else 0  # beyond int32 perhaps
+        if length and last >= s_max:
             raise ValueError(
-                f"rows, request {b} reaches cache row {start + accepted[-1]}; expected "
-                f"less than {s_max}"
+                f"rows, request {b} reaches cache row {last}; expected less than "
+                f"{s_max}"
             )

@@ -33,8 +33,9 @@ def verify_attn(
         # Rows that nobody sees are left out: they may hold NaN, and 0 · NaN is NaN.
         tail = np.flatnonzero(bits.any(axis=0))
         prefix = np.arange(prefix_lens[b])
-        keys = _to_float64(kv_cache[b, np.concatenate([prefix, prefix_lens[b] + tail])])
-        queries = _to_float64(q[b, live]).reshape(-1, q.shape[3])
+        seen_rows = np.concatenate([prefix, prefix_lens[b] + tail])
+        keys = bf16.to_float64(kv_cache[b, seen_rows])
+        queries = bf16.to_float64(q[b, live]).reshape(-1, q.shape[3])
         scores = (queries @ keys.T * sm_scale).reshape(live.size, heads, -1)
         tail_scores = scores[:, :, len(prefix) :]  # a view
         seen = bits[np.ix_(live, tail)][:, None]
@@ -46,7 +47,3 @@ def verify_attn(
         out[b, live] = sums.reshape(live.size, heads, d_latent) / total
         lse[b, live] = (top + np.log(total))[..., 0]
     return out, lse
-
-
-def _to_float64(x: np.ndarray) -> np.ndarray:
-    return (bf16.to_float32(x) if x.dtype == np.uint16 else x).astype(np.float64)

@@ -109,6 +109,15 @@ def test_strided_and_big_endian_input_give_the_same_bits():
     )
 
 
+@pytest.mark.parametrize("dtype", ["<u2", ">u2", "f2", "f4", "f8"])
+def test_every_kind_of_element_widens_to_float64(dtype):
+    x = np.array([[-2.5, 0.0, 3.0]])
+    stored = (bf16.from_float32(x.astype("f4")) if "u" in dtype else x).astype(dtype)
+    wide = bf16.to_float64(stored)
+    assert wide.dtype == np.float64
+    assert wide.tolist() == x.tolist()
+
+
 def test_float64_is_refused_because_it_would_be_rounded_twice():
     with pytest.raises(TypeError, match="x: expected float32 .* got float64"):
         bf16.from_float32(np.ones(3))
