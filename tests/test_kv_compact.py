@@ -252,6 +252,10 @@ BAD = {
         dict(rows=[[0, 1, 4]]),
         "rows, request 0 reaches cache row 6; expected less than 6",
     ),
+    "a row that overflows int32": (
+        dict(rows=[[0, 1, 2**31 - 1]]),
+        "rows, request 0 reaches cache row 2147483649; expected less than 6",
+    ),
     "a prefix beyond the cache": (
         dict(prefix_lens=[7]),
         "prefix_lens, request 0 is 7; expected 0 … 6",
@@ -289,6 +293,12 @@ def test_a_list_is_no_cache_because_it_cannot_change_in_place(executor):
 def test_a_cache_of_another_shape_is_an_error(executor, shape):
     with pytest.raises(ValueError, match="kv_cache has shape .* expected .*B, S_max"):
         kv_compact(np.zeros(shape), [2], [[0, 1]], [2], executor=executor)
+
+
+@pytest.mark.parametrize("dtype", ["complex128", "object", "i2,i1"])
+def test_a_cache_of_other_elements_is_an_error(executor, dtype):
+    with pytest.raises(TypeError, match="kv_cache has dtype .* 1, 2, 4 or 8 bytes"):
+        kv_compact(np.zeros((1, 6, 2), dtype), [2], [[0, 1]], [2], executor=executor)
 
 
 def test_float_rows_are_an_error(executor):

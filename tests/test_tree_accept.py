@@ -314,6 +314,27 @@ def test_negative_max_depth_is_an_error(executor):
         accept_one(worked_example(), [CAT] * 5, executor, max_depth=-1)
 
 
+@pytest.mark.parametrize("max_depth", [True, 2.0, "2"], ids=repr)
+def test_a_max_depth_that_is_no_count_is_a_type_error(executor, max_depth):
+    with pytest.raises(TypeError, match="max_depth is .*; expected an int, 0 or more"):
+        accept_one(worked_example(), [CAT] * 5, executor, max_depth=max_depth)
+
+
+def test_what_is_no_tree_of_arrays_is_an_error(executor):
+    targets, tree = np.zeros((1, 5), np.int32), worked_example()
+    with pytest.raises(TypeError, match="tree is a NoneType; expected a DraftTree"):
+        tree_accept(None, targets, executor=executor)
+    lists = replace(tree, token_ids=tree.token_ids.tolist())
+    with pytest.raises(TypeError, match="token_ids has dtype int64; expected int32"):
+        tree_accept(lists, targets, executor=executor)
+    flat = replace(tree, token_ids=tree.token_ids[0])
+    with pytest.raises(ValueError, match=r"token_ids has shape \(5,\); expected 2 dim"):
+        tree_accept(flat, targets, executor=executor)
+    rootless = replace(tree, token_ids=tree.token_ids[:, :0])
+    with pytest.raises(ValueError, match="token_ids has no rows"):
+        tree_accept(rootless, targets[:, :0], executor=executor)
+
+
 def test_a_tree_of_another_dtype_is_an_error(executor):
     tree = worked_example()
     wide = replace(tree, next_token=tree.next_token.astype(np.int64))

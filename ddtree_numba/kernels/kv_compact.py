@@ -116,6 +116,10 @@ def kv_compact(
             f"kv_cache has shape {cache.shape}; expected (B, S_max, D) or "
             "(layers, B, S_max, D), none empty"
         )
+    if cache.dtype.hasobject or cache.dtype.itemsize not in (1, 2, 4, 8):
+        raise TypeError(
+            f"kv_cache has dtype {cache.dtype}; expected elements of 1, 2, 4 or 8 bytes"
+        )
     batch = cache.shape[-3]
     prefix_lens, rows, accept_len = (
         at.check(x, name, dtypes=(np.int32,), shape=shape, convert=True)

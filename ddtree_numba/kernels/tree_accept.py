@@ -22,13 +22,14 @@ tree_accept_kernel    one thread a request, one loop for both kinds of step
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 from numba import cuda
 
 from ddtree_numba import reference
-from ddtree_numba.backend import place
+from ddtree_numba.backend import place, whole_number
 from ddtree_numba.reference import (
     ACCEPT_BACKWARD,
     ACCEPT_OK,
@@ -116,27 +117,39 @@ def tree_accept(
     Raises
     ------
     TypeError, ValueError
-        For arrays of the wrong dtype, shape or side, or a negative `max_depth`.
+        For something else than a tree, arrays of the wrong dtype, shape or side, or a
+        `max_depth` that is no count.
     """
+    if not isinstance(tree, DraftTree):
+        raise TypeError(f"tree is a {type(tree).__name__}; expected a DraftTree")
     names = ("token_ids", "next_token", "next_sibling", "n_rows")
     fields = {name: getattr(tree, name) for name in names}
     at = place(executor, default="numpy", target_tokens=target_tokens, **fields)
-    batch, n = tree.token_ids.shape
-    width = reference.accept_width(n, max_depth)
+    if max_depth is not None:
+        max_depth = whole_number(max_depth, "max_depth")
     i32 = (np.int32,)
+    batch, n = at.check(tree.token_ids, "token_ids", dtypes=i32, ndim=2).shape
+    if n == 0:
+        raise ValueError("token_ids has no rows; expected a root in every request")
+    width = reference.accept_width(n, max_depth)
     target_tokens = at.take(
         target_tokens, "target_tokens", dtypes=i32, shape=(batch, n), convert=True
     )
-    inputs = [
-        at.take(x, name, dtypes=i32, shape=(batch,) if name == "n_rows" else (batch, n))
+    checked = {
+        name: at.take(
+            x, name, dtypes=i32, shape=(batch,) if name == "n_rows" else (batch, n)
+        )
         for name, x in fields.items()
-    ]
+    }
     if at.executor == "numpy":
+        tree = dataclasses.replace(tree, **checked)
         return reference.tree_accept(tree, target_tokens, max_depth=max_depth)
     outputs = Accepted(
         at.empty((batch, width), np.int32),
         *(at.empty((batch,), np.int32) for _ in range(3)),
     )
     grid = -(-batch // THREADS)
-    at.launch(tree_accept_kernel, grid, THREADS, *inputs, target_tokens, *outputs)
+    at.launch(
+        tree_accept_kernel, grid, THREADS, *checked.values(), target_tokens, *outputs
+    )
     return Accepted(*map(at.give, outputs))
