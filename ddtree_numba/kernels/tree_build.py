@@ -80,12 +80,12 @@ def best_candidate(scores, orders, count, taken_order):
     s = np.uint32(cuda.threadIdx.x)
     while s < count:
         score = scores[s]
-        place = np.uint32(orders[s])
-        if place >= taken_order and s + np.uint32(1) != count:
-            place += np.uint32(1)
-            orders[s] = place
-        if (score > best) | ((score == best) & (place < order)):
-            best, order, slot = score, place, s
+        own = np.uint32(orders[s])
+        if own >= taken_order and s + np.uint32(1) != count:
+            own += np.uint32(1)
+            orders[s] = own
+        if (score > best) | ((score == best) & (own < order)):
+            best, order, slot = score, own, s
         s += np.uint32(WARP)
     mine = best
     for distance in (16, 8, 4, 2, 1):
@@ -300,8 +300,8 @@ def tree_build(
     token_ids : int32 [B, L, K]
         The candidates' tokens.
     n_draft_nodes : int or int32 [B]
-        Nodes beside the root, up to 1024. On a GPU the host does not
-        read an array: budgets are cut to ``0 … max_draft_nodes`` there.
+        Nodes beside the root, up to 1024. On a GPU the host does not read an array:
+        budgets are cut to ``0 … max_draft_nodes`` there.
     root_tokens : int32 [B], optional
         Token of row 0; -1 if omitted.
     max_draft_nodes : int, optional
@@ -312,6 +312,8 @@ def tree_build(
         above 0, negative tokens. If omitted, host arrays are checked; device arrays
         cannot be.
     executor : {"gpu", "emulator", "numpy"}, optional
+        If omitted: ``DDTREE_EXECUTOR``, else NumPy for host arrays, the GPU for device
+        arrays.
 
     Returns
     -------
