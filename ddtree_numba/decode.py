@@ -157,7 +157,8 @@ def generate(
     model : Model
         Target and drafter (`ddtree_numba.model.Model`).
     prompts : str, bytes, tokens, or a list of them
-        At least one token each.
+        At least one byte of text, which gets BOS in front, or two tokens: the drafter
+        needs one before the root.
     max_new_tokens : int
         Tokens that each request generates, unless it meets a stop token.
     n_draft_nodes : int
@@ -182,6 +183,8 @@ def generate(
 
     Raises
     ------
+    TypeError
+        For a prompt that is neither text nor a list of tokens.
     ValueError
         For an empty prompt, one too long for the model, a negative count, an unknown
         mode or executor.

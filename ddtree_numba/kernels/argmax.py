@@ -114,6 +114,8 @@ def argmax(
         Raise for a live row with NaN, +inf or only -inf; otherwise it answers -1. If
         omitted, host arrays are checked; device arrays cannot be.
     executor : {"gpu", "emulator", "numpy"}, optional
+        If omitted: ``DDTREE_EXECUTOR``, else NumPy for host arrays, the GPU for device
+        arrays.
 
     Returns
     -------

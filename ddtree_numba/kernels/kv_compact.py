@@ -88,6 +88,8 @@ def kv_compact(
     accept_len : int32 [B]
         Accepted rows, 0 … W.
     executor : {"gpu", "emulator", "numpy"}, optional
+        If omitted: ``DDTREE_EXECUTOR``, else NumPy for host arrays, the GPU for device
+        arrays.
 
     Returns
     -------

@@ -300,6 +300,8 @@ def topk(
         Raise for a row with NaN, +inf or only -inf; otherwise its candidates are NaN
         and -1. If omitted, host arrays are checked; device arrays cannot be.
     executor : {"gpu", "emulator", "numpy"}, optional
+        If omitted: ``DDTREE_EXECUTOR``, else NumPy for host arrays, the GPU for device
+        arrays.
 
     Returns
     -------

@@ -107,6 +107,8 @@ def tree_accept(
         Deepest row there can be (the block's L): the width of `rows`, less one. N - 1
         if omitted.
     executor : {"gpu", "emulator", "numpy"}, optional
+        If omitted: ``DDTREE_EXECUTOR``, else NumPy for host arrays, the GPU for device
+        arrays.
 
     Returns
     -------
