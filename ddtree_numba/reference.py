@@ -463,12 +463,13 @@ def sample(
     """Draw the target's token after every row, independently of the tree.
 
     Walking along such tokens is lossless for any fixed tree: a node is accepted if it
-    is what the target drew anyway. The random number belongs to (seed, request,
-    position), so the same seed writes the same text whatever tree was drafted.
+    is what the target drew anyway. The random number belongs to (seed, place of the
+    request in the batch, position), so the same seed writes the same text whatever tree
+    was drafted.
 
     Parameters
     ----------
-    logits : float [B, N, V]
+    logits : float32, float16 or uint16 (bf16 bits) [B, N, V]
     temperature : float
         0 is `argmax`.
     positions : int32 [B, N]
@@ -480,6 +481,11 @@ def sample(
     Returns
     -------
     int32 [B, N]
+
+    Raises
+    ------
+    ValueError
+        For a negative temperature, or a bad row as in `argmax`.
     """
     if not temperature >= 0:
         raise ValueError(f"temperature is {temperature}; expected 0 or more")
@@ -628,7 +634,7 @@ def check_compaction(
                 f"accept_len, request {b} is {length}; expected 0 … {width}"
             )
         accepted = rows[b, :length]
-        if (np.diff(accepted.astype(np.int64), prepend=-1) <= 0).any():
+        if (np.diff(accepted, prepend=-1) <= 0).any():
             raise ValueError(
                 f"rows, request {b} is {accepted.tolist()}; expected rows that ascend "
                 "from 0 or more"
