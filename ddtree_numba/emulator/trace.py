@@ -299,7 +299,8 @@ class Recorder:
         self._keep_global(_rows(table, np.flatnonzero(spaces == "global")))
         table = _joined([self._carried, table])
         self._find(table, ("phase",), "lane", self._ordered)
-        self._carried = _representatives(table, "lane") if cut else _joined([])
+        going_on = np.flatnonzero(cut & (table["phase"] == phase))
+        self._carried = _representatives(_rows(table, going_on), "lane")
         self._held = [rest]
         self._forget_runs()
 
