@@ -263,15 +263,15 @@ def block_sum(x):
 @cuda.jit(device=True)
 def weighted_value(weights, count, kv_cache, b, first_key, c):
     """Column c of the weighted sum of `count` values, a thread alone."""
-    acc = ZERO
+    hi, lo = ZERO, ZERO
     for start in range(0, count, RUN):
         run = ZERO
         for k in range(start, min(start + RUN, count)):
             # Not 0 · v: v may be a NaN that this row does not see.
             if weights[k] != ZERO:
                 run += weights[k] * to_float32(kv_cache[b, first_key + k, c])
-        acc += run
-    return acc
+        hi, lo = two_sum(hi, lo, run)
+    return hi + lo
 
 
 @cuda.jit
@@ -496,7 +496,7 @@ def add_values(
     for r in range(WARP_ROWS):
         for g in range(GROUPS):
             for c in range(4):
-                acc[r, g, c] = parked[nothing + (r * GROUPS + g) * 4 + c] * shrink[r]
+                acc[r, g, c] = ZERO
     for start in range(0, min(last_key + 1 - key0, KEYS), STEP):
         cuda.syncthreads()  # everyone is done with what the stage held
         args = (kv_cache, b, key0 + start, last_key, STEP, column, needed, WIDTH, WIDTH)
@@ -532,7 +532,8 @@ def add_values(
     for r in range(WARP_ROWS):
         for g in range(GROUPS):
             for c in range(4):
-                parked[nothing + (r * GROUPS + g) * 4 + c] = acc[r, g, c]
+                at = nothing + (r * GROUPS + g) * 4 + c
+                parked[at] = parked[at] * shrink[r] + acc[r, g, c]
 
 
 @cuda.jit(device=True)
@@ -886,8 +887,9 @@ def _in_fours(x: Any) -> bool:
         address = x.ctypes.data
     else:
         address = x.__cuda_array_interface__["data"][0]
-    steps = (address, *x.strides[:-1], x.shape[-1] * x.itemsize)
-    return x.strides[-1] == x.itemsize and not any(n % (4 * x.itemsize) for n in steps)
+    size = x.dtype.itemsize
+    steps = (address, *x.strides[:-1], x.shape[-1] * size)
+    return x.strides[-1] == size and not any(n % (4 * size) for n in steps)
 
 
 def choose_splits(blocks: int, room: int, processors: int) -> int:
