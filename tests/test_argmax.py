@@ -5,19 +5,14 @@ import pytest
 from conftest import GPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from logit_rows import BAD_ROWS, EVERY_DTYPE
 from numba import cuda, float32, int32, uint16
 
-from ddtree_numba import backend, bf16
+from ddtree_numba import backend
 from ddtree_numba.emulator import emulate
 from ddtree_numba.kernels.argmax import argmax, argmax_kernel
 
 INF, NAN = np.inf, np.nan
-CASTS = {
-    "f32": lambda x: np.asarray(x, np.float32),
-    "f16": lambda x: np.asarray(x, np.float16),
-    "bf16": lambda x: bf16.from_float32(np.asarray(x, np.float32)),
-}
-EVERY_DTYPE = pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
 
 
 def choice(row: list[float]) -> int:
@@ -148,15 +143,6 @@ def test_ptx_needs_no_float64_and_no_local_memory(cc, dtype):
 
 
 # ---------------------------------------------------------------------------- bad input
-
-BAD_ROWS = pytest.mark.parametrize(
-    ("row", "why"),
-    [
-        ([0, NAN, 1], "holds NaN"),
-        ([0, INF, 1], r"holds \+inf"),
-        ([-INF, -INF, -INF], "is -inf everywhere"),
-    ],
-)
 
 
 @EVERY_DTYPE

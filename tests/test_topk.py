@@ -7,6 +7,7 @@ import pytest
 from conftest import GPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from logit_rows import BAD_ROWS, CASTS, EVERY_DTYPE
 from numba import cuda, float32, int32, uint16
 from numba.core.types import float16
 
@@ -16,12 +17,6 @@ from ddtree_numba.kernels import topk as topk_module
 from ddtree_numba.kernels.topk import topk, topk_kernel
 
 INF, NAN = np.inf, np.nan
-CASTS = {
-    "f32": lambda x: np.asarray(x, np.float32),
-    "f16": lambda x: np.asarray(x, np.float16),
-    "bf16": lambda x: bf16.from_float32(np.asarray(x, np.float32)),
-}
-EVERY_DTYPE = pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
 
 # What float32 allows: 1e-6 for the sum and its logarithm, and one rounding of the
 # answer itself, which is as large as 30.
@@ -254,16 +249,6 @@ def test_logits_as_large_as_float32_holds(executor):
 
 
 # ---------------------------------------------------------------------------- bad input
-
-BAD_ROWS = pytest.mark.parametrize(
-    ("row", "why"),
-    [
-        ([0, NAN, 1], "holds NaN"),
-        ([0, INF, 1], r"holds \+inf"),
-        ([INF, INF, NAN], "holds NaN"),
-        ([-INF, -INF, -INF], "is -inf everywhere"),
-    ],
-)
 
 
 @EVERY_DTYPE
