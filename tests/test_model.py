@@ -59,12 +59,9 @@ def random_batch(lengths, n_rows, *, seed=0):
     return prompts, DraftTree.from_parents(parents, tokens, n_rows=n_rows)
 
 
-def path_to(tree, b, row):
-    """Rows from the root to this one."""
-    path = [row]
-    while tree.parents[b, path[0]] >= 0:
-        path.insert(0, int(tree.parents[b, path[0]]))
-    return path
+def verify(model, cache, tree):
+    """The model's logits, without a GPU's float32 sums where there is one."""
+    return model.verify(cache, tree, executor="numpy")
 
 
 def settled(cache, b):
@@ -90,11 +87,11 @@ def assert_same_prefix(cache, b, other, other_b):
 def test_every_row_of_a_tree_scores_as_the_text_of_its_path_unabsorbed(model):
     prompts, tree = random_batch([23, 9], [40, 33])
     cache = model.prefill(prompts, 64)
-    logits = model.verify(cache, tree)
+    logits = verify(model, cache, tree)
     for b, prompt in enumerate(prompts):
-        for row in range(tree.n_rows[b]):
-            path = tree.token_ids[b, path_to(tree, b, row)].tolist()
-            expected, features = model.unabsorbed(prompt + path)
+        for row, path in enumerate(tree.paths(b)):
+            text_of_path = prompt + tree.token_ids[b, path].tolist()
+            expected, features = model.unabsorbed(text_of_path)
             assert_allclose(logits[b, row], expected[-1], **CLOSE)
             assert_allclose(cache.features[b, row], features[-1], **CLOSE)
 
@@ -103,7 +100,7 @@ def test_padding_rows_have_no_logits_and_leave_the_cache_alone(model):
     prompts, tree = random_batch([9, 9], [2, 5])
     cache = model.prefill(prompts, 14)
     cache.kv[:, 0, 11:] = np.nan
-    logits = model.verify(cache, tree)
+    logits = verify(model, cache, tree)
     assert np.isnan(logits[0, 2:]).all() and not np.isnan(logits[0, :2]).any()
     assert np.isnan(cache.kv[:, 0, 11:]).all()
 
@@ -140,7 +137,7 @@ def test_the_trained_target_is_the_same_absorbed(trained):
     expected, _ = trained.unabsorbed(tokens)
     chain = DraftTree.from_parents(np.arange(-1, 39), tokens[-40:])
     cache = trained.prefill([tokens[:-40]], len(tokens))
-    assert_allclose(trained.verify(cache, chain)[0], expected[-40:], **CLOSE)
+    assert_allclose(verify(trained, cache, chain)[0], expected[-40:], **CLOSE)
 
 
 # --------------------------------------------------------------------------- caches
@@ -159,20 +156,20 @@ def test_a_ragged_batch_computes_what_each_request_does_alone(model):
     prompts, tree = random_batch([30, 4, 17], [9, 1, 20])
     cache = model.prefill(prompts, 50)
     roots = tree.token_ids[:, 0]
-    drafts, logits = model.draft(cache, roots), model.verify(cache, tree)
+    drafts, logits = model.draft(cache, roots), verify(model, cache, tree)
     for b, prompt in enumerate(prompts):
         live = tree.n_rows[b]
         lone = DraftTree.from_parents(tree.parents[b, :live], tree.token_ids[b, :live])
         alone = model.prefill([prompt], 50)
         assert_allclose(model.draft(alone, roots[b : b + 1])[0], drafts[b], **CLOSE)
-        assert_allclose(model.verify(alone, lone)[0], logits[b, :live], **CLOSE)
+        assert_allclose(verify(model, alone, lone)[0], logits[b, :live], **CLOSE)
 
 
 def test_committed_rows_leave_what_their_text_would_have_left(model):
     prompts, tree = random_batch([12, 20, 7], [25, 25, 25], seed=3)
     cache = model.prefill(prompts, 50)
-    model.verify(cache, tree)
-    deepest = [path_to(tree, b, int(tree.depths[b].argmax())) for b in range(3)]
+    verify(model, cache, tree)
+    deepest = [tree.paths(b)[tree.depths[b].argmax()] for b in range(3)]
     deepest[1] = []  # this request takes no part
     assert max(deepest[0]) > len(deepest[0])  # rows really move
     rows = np.full((3, 25), -1, np.int32)
@@ -209,7 +206,7 @@ def test_a_tree_longer_than_the_cache_is_refused(model):
     prompts, tree = random_batch([8, 12], [5, 5])
     cache = model.prefill(prompts, 16)
     with pytest.raises(ValueError, match="request 1 has 5 rows after a prefix of 12"):
-        model.verify(cache, tree)
+        verify(model, cache, tree)
 
 
 def test_prompts_longer_than_the_cache_are_refused(model):
