@@ -26,24 +26,27 @@ only what is kept.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from ddtree_numba import backend, reference
+from ddtree_numba.backend import whole_number
 from ddtree_numba.kernels.argmax import argmax
 from ddtree_numba.kernels.topk import topk
 from ddtree_numba.kernels.tree_accept import tree_accept
-from ddtree_numba.kernels.tree_build import tree_build
+from ddtree_numba.kernels.tree_build import MAX_DRAFT_NODES, tree_build
 from ddtree_numba.model import Cache, Model
 from ddtree_numba.model.text import decode, encode
 from ddtree_numba.tree import DraftTree
 
 MODES = ("tree", "chain", "plain")
+MAX_SEED = 2**128 - 1  # a key of the random generator
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,7 @@ def generate(
     """
     started = time.perf_counter()
     _check_counts(max_new_tokens, n_draft_nodes, mode, temperature, seed)
+    stops = _stop_tokens(stop_tokens)
     texts = check_prompts(model, prompts, max_new_tokens)
     n = {"tree": n_draft_nodes, "chain": model.config.block - 1, "plain": 0}[mode]
     run = Generation(
@@ -202,7 +206,7 @@ def generate(
     capacity = max(map(len, texts)) + max_new_tokens + n
     cache = model.prefill([text[:-1] for text in texts], capacity)
     run.prefill_seconds = time.perf_counter() - started
-    loop = _Loop(model, cache, run, temperature, seed, stop_tokens)
+    loop = _Loop(model, cache, run, temperature, seed, stops)
     roots = np.array([text[-1] for text in texts], np.int32)
     left = np.full(len(texts), max_new_tokens)
     with tqdm(total=left.sum(), unit="token", desc=mode, disable=not progress) as bar:
@@ -211,7 +215,7 @@ def generate(
             run.rounds.append(trace)
             for b, tokens in enumerate(trace.committed):
                 run.tokens[b] += tokens
-                stopped = tokens and tokens[-1] in stop_tokens
+                stopped = tokens and tokens[-1] in stops
                 left[b] = 0 if stopped else left[b] - len(tokens)
                 bar.update(len(tokens))
             roots = trace.accepted.bonus
@@ -228,7 +232,7 @@ class _Loop:
     run: Generation
     temperature: float
     seed: int
-    stop_tokens: Sequence[int]
+    stop_tokens: frozenset[int]
 
     def round(self, roots: np.ndarray, left: np.ndarray) -> RoundTrace:
         """One round: every stage in order.
@@ -304,6 +308,12 @@ def check_prompts(model: Model, prompts: Any, max_new_tokens: int) -> list[list[
     TypeError, ValueError
         For something that is no prompt, an empty one, or one too long for the model.
     """
+    is_batch = isinstance(prompts, Sequence | np.ndarray)
+    if not is_batch or getattr(prompts, "ndim", 1) == 0:
+        raise TypeError(
+            f"prompts is a {type(prompts).__name__}; expected text, bytes, token ids, "
+            "or a list of them"
+        )
     if not isinstance(prompts, str | bytes) and len(prompts):
         single = isinstance(prompts[0], int | np.integer)
     else:
@@ -313,18 +323,28 @@ def check_prompts(model: Model, prompts: Any, max_new_tokens: int) -> list[list[
     for i, text in enumerate(texts):
         # The first token may be BOS: a prompt is what comes after it.
         if len(text) < 2:
-            raise ValueError(f"prompt {i} is empty; expected at least one byte")
+            raise ValueError(
+                f"prompt {i} is empty; expected at least one byte, or two tokens"
+            )
         if len(text) > longest:
             raise ValueError(
                 f"prompt {i} has {len(text)} tokens and {max_new_tokens} are to come; "
                 f"the model's limit is {model.config.max_len} together"
+            )
+        if not 0 <= min(text) <= max(text) < model.config.n_embeddings:
+            raise ValueError(
+                f"prompt {i} holds tokens {min(text)} … {max(text)}; expected "
+                f"0 … {model.config.n_embeddings - 1}"
             )
     return texts
 
 
 def _tokens(prompt: Any) -> list[int]:
     if isinstance(prompt, str | bytes):
-        return encode(prompt).tolist()
+        try:
+            return encode(prompt).tolist()
+        except UnicodeEncodeError as error:  # a lone surrogate
+            raise ValueError(f"prompt is no text: {error}") from error
     tokens = np.asarray(prompt)
     if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
         raise TypeError(
@@ -337,17 +357,23 @@ def _tokens(prompt: Any) -> list[int]:
 def _check_counts(
     max_new_tokens: int, n_draft_nodes: int, mode: str, temperature: float, seed: int
 ) -> None:
-    counts = {
-        "max_new_tokens": max_new_tokens,
-        "n_draft_nodes": n_draft_nodes,
-        "temperature": temperature,
-        "seed": seed,
-    }
-    for name, value in counts.items():
-        if not 0 <= value < float("inf"):
-            raise ValueError(f"{name} is {value}; expected 0 or more")
+    whole_number(max_new_tokens, "max_new_tokens")
+    whole_number(n_draft_nodes, "n_draft_nodes", most=MAX_DRAFT_NODES)
+    whole_number(seed, "seed", most=MAX_SEED)
+    if isinstance(temperature, bool) or not isinstance(temperature, Real):
+        raise TypeError(f"temperature is {temperature!r}; expected a number")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature is {temperature}; expected 0 or more")
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}; expected one of {', '.join(MODES)}")
+
+
+def _stop_tokens(given: Any) -> frozenset[int]:
+    """Stop tokens as a set: a loop looks at them in every round."""
+    tokens: list[Any] = list(given) if isinstance(given, Iterable) else [None]
+    if not all(isinstance(token, int | np.integer) for token in tokens):
+        raise TypeError(f"stop_tokens is {given!r}; expected a sequence of token ids")
+    return frozenset(map(int, tokens))
 
 
 def draft_logits(model: Model, cache: Cache, roots: np.ndarray) -> np.ndarray:
@@ -355,7 +381,7 @@ def draft_logits(model: Model, cache: Cache, roots: np.ndarray) -> np.ndarray:
     return model.draft(cache, roots) / model.config.draft_temperature
 
 
-def _until_stop(tokens: list[int], stop_tokens: Sequence[int]) -> list[int]:
+def _until_stop(tokens: list[int], stop_tokens: frozenset[int]) -> list[int]:
     """Tokens up to and including the first stop token."""
     for i, token in enumerate(tokens):
         if token in stop_tokens:

@@ -496,7 +496,8 @@ def sample(
     for b, i in np.argwhere(best >= 0):
         row = bf16.to_float64(logits[b, i])
         # The difference first: a low temperature must not overflow to inf - inf.
-        cumulative = np.cumsum(np.exp((row - row.max()) / temperature))
+        with np.errstate(over="ignore"):  # beyond float64 a token's share is 0
+            cumulative = np.cumsum(np.exp((row - row.max()) / temperature))
         key = np.random.Philox(key=seed, counter=[0, 0, b, positions[b, i]])
         coin = np.random.Generator(key).random() * cumulative[-1]
         tokens[b, i] = np.searchsorted(cumulative, coin, side="right")

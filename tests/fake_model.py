@@ -30,7 +30,10 @@ class FakeModel:
     def __init__(self, target, drafter, *, block=8, max_len=400, draft_temperature=1.0):
         self.target, self.drafter = target, drafter
         self.config = SimpleNamespace(
-            block=block, max_len=max_len, draft_temperature=draft_temperature
+            block=block,
+            max_len=max_len,
+            n_embeddings=VOCAB,
+            draft_temperature=draft_temperature,
         )
 
     def prefill(self, prompts, capacity=None):

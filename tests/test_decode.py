@@ -297,13 +297,21 @@ def test_a_finished_request_rides_along_and_commits_nothing():
         ({"max_new_tokens": -1}, "max_new_tokens is -1"),
         ({"n_draft_nodes": -2}, "n_draft_nodes is -2"),
         ({"temperature": -0.5}, "temperature is -0.5"),
+        ({"n_draft_nodes": 1025}, "n_draft_nodes is 1025; expected 0 … 1024"),
         ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"seed": 2**128}, "seed is .*; expected 0 … 3402"),
         ({"seed": -1}, "seed is -1"),
         ({"mode": "beam"}, "mode is 'beam'; expected one of tree, chain, plain"),
         ({"executor": "tpu"}, "executor='tpu' is not one of gpu, emulator, numpy"),
         ({"prompts": ""}, "prompt 0 is empty"),
         ({"prompts": []}, "prompt 0 is empty"),
         ({"prompts": [[1, 2], []]}, "prompt 1 is empty"),
+        ({"prompts": [5]}, "prompt 0 is empty; expected .* or two tokens"),
+        ({"prompts": [1, VOCAB]}, "prompt 0 holds tokens 1 … 12; expected 0 … 11"),
+        ({"prompts": [[1, 2], [-1, 2]]}, "prompt 1 holds tokens -1 … 2"),
+        ({"prompts": [1, 2**40]}, "prompt 0 holds tokens"),
+        ({"prompts": "\ud800"}, "prompt is no text: .*surrogates not allowed"),
         ({"prompts": [1] * 395}, "395 tokens and 10 are to come.* limit is 400"),
     ],
     ids=str,
@@ -318,6 +326,44 @@ def test_bad_input_is_named(change, message):
 def test_a_prompt_that_is_no_list_of_tokens_is_a_type_error(prompts):
     with pytest.raises(TypeError, match="expected text, bytes or a list of token ids"):
         generate(random_model(), prompts, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_new_tokens": 2.0}, "max_new_tokens is 2.0 .*; expected an int"),
+        ({"n_draft_nodes": "3"}, "n_draft_nodes is '3' .*; expected an int"),
+        ({"n_draft_nodes": True}, "n_draft_nodes is True .*; expected an int"),
+        ({"seed": 1.5}, "seed is 1.5 .*; expected an int"),
+        ({"temperature": "1"}, "temperature is '1'; expected a number"),
+        ({"temperature": None}, "temperature is None; expected a number"),
+        ({"stop_tokens": 10}, "stop_tokens is 10; expected a sequence of token ids"),
+        ({"stop_tokens": "a"}, "stop_tokens is 'a'; expected a sequence of token ids"),
+        ({"stop_tokens": [2.5]}, r"stop_tokens is \[2.5\]; expected a sequence"),
+        ({"prompts": None}, "prompts is a NoneType; expected text"),
+        ({"prompts": {"a": 1}}, "prompts is a dict; expected text"),
+        ({"prompts": np.array(3)}, "prompts is a ndarray; expected text"),
+    ],
+    ids=str,
+)
+def test_input_of_another_type_is_named(change, message):
+    arguments = {"prompts": PROMPT, "max_new_tokens": 10} | change
+    with pytest.raises(TypeError, match=message):
+        generate(random_model(), **arguments)
+
+
+def test_stop_tokens_may_be_an_iterator():
+    how = {"executor": "numpy", "mode": "plain"}
+    text = generate(random_model(), PROMPT, 20, **how).tokens[0]
+    run = generate(random_model(), PROMPT, 20, stop_tokens=iter([text[9]]), **how)
+    assert run.tokens == [text[: text.index(text[9]) + 1]]
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-9])
+def test_the_lowest_temperatures_are_greedy(temperature):
+    how = {"temperature": temperature, "executor": "numpy"}
+    run = generate(random_model(), PROMPT, 20, **how)
+    assert run.tokens == [by_hand(random_model(), PROMPT, 20)]
 
 
 def test_a_prompt_that_just_fits_is_decoded():
