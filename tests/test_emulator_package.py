@@ -30,53 +30,53 @@ def small_tree():
     return DraftTree.from_parents(PARENTS, n_rows=N_ROWS)
 
 
-def run_topk(rng):
+def run_topk(rng, executor="emulator"):
     logits = rng.integers(-40, 40, (2, 2, 300)).astype(np.float16)  # with ties
     logits[0, 1, ::3] = -np.inf
-    return topk(logits, 20, executor="emulator")
+    return topk(logits, 20, executor=executor)
 
 
-def run_argmax(rng):
+def run_argmax(rng, executor="emulator"):
     logits = rng.integers(-40, 40, (2, 3, 200)).astype(np.float32)
-    return [argmax(logits, [3, 2], executor="emulator")]
+    return [argmax(logits, [3, 2], executor=executor)]
 
 
-def run_tree_build(rng):
+def run_tree_build(rng, executor="emulator"):
     log_probs = -np.sort(rng.integers(1, 9, (2, 4, 8)), axis=2).astype(np.float32)
     tokens = rng.integers(0, 99, log_probs.shape).astype(np.int32)
-    tree = tree_build(log_probs, tokens, [40, 11], executor="emulator")
+    tree = tree_build(log_probs, tokens, [40, 11], executor=executor)
     return vars(tree).values()
 
 
-def run_tree_accept(rng):
+def run_tree_accept(rng, executor="emulator"):
     tokens = rng.integers(0, 3, (2, 7)).astype(np.int32)
-    return tree_accept(small_tree(), tokens, executor="emulator")
+    return tree_accept(small_tree(), tokens, executor=executor)
 
 
-def run_kv_compact(rng):
+def run_kv_compact(rng, executor="emulator"):
     cache = rng.standard_normal((2, 2, 20, 40)).astype(np.float32)
     rows = np.array([[0, 2, 4, 5], [0, 1, 2, -1]], np.int32)
-    lens = kv_compact(cache, [9, 12], rows, [4, 3], executor="emulator")
+    lens = kv_compact(cache, [9, 12], rows, [4, 3], executor=executor)
     return cache, lens
 
 
-def attention(rng, **options):
-    visibility = small_tree().visibility
-    q = rng.standard_normal((2, 7, 2, 24)).astype(np.float32)
-    cache = rng.standard_normal((2, 45, 24)).astype(np.float32)
+def attention(rng, executor, **options):
+    visibility = small_tree().visibility[:1]  # with a padding row
+    q = rng.standard_normal((1, 7, 2, 24)).astype(np.float32)
+    cache = rng.standard_normal((1, 45, 24)).astype(np.float32)
     cache[0, 36:] = np.nan  # never read
     return verify_attn(
-        q, cache, [30, 37], visibility, sm_scale=0.2, d_latent=20,
-        executor="emulator", **options,
+        q, cache, [30], visibility, sm_scale=0.2, d_latent=20,
+        executor=executor, **options,
     )  # fmt: skip
 
 
-def run_simple_verify_attn(rng):
-    return attention(rng, version="simple")
+def run_simple_verify_attn(rng, executor="emulator"):
+    return attention(rng, executor, version="simple")
 
 
-def run_split_verify_attn(rng):
-    return attention(rng, version="split", n_splits=2)
+def run_split_verify_attn(rng, executor="emulator"):
+    return attention(rng, executor, version="split", n_splits=2)
 
 
 STAGES = {
@@ -134,3 +134,18 @@ def test_no_race_and_the_same_result_in_any_order(stage, run):
     for order in ORDERS[1:]:
         for got, forward in zip(results[order], results["forward"], strict=True):
             assert np.array_equal(got, forward, equal_nan=got.dtype.kind == "f")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__[4:])
+def test_a_gpu_gives_the_same_result(stage):
+    emulated = stage(np.random.default_rng(0))
+    for got, expected in zip(
+        stage(np.random.default_rng(0), "gpu"), emulated, strict=True
+    ):
+        if np.issubdtype(expected.dtype, np.floating):
+            # A GPU fuses products into sums and has an exp2 and a log of its own: a
+            # few roundings of 6e-8.
+            np.testing.assert_allclose(got, expected, rtol=2e-6, atol=2e-6)
+        else:
+            np.testing.assert_array_equal(got, expected)

@@ -151,6 +151,8 @@ def test_the_nth_access_of_each_lane_makes_the_nth_request():
     assert row.requests == 4 * 2
     assert row.lanes == n_reads / 8
     assert row_of(report.memory, array="out").lanes == 80 / 4
+    # Of the last warp's lanes 72 … 79 only 74 and 77 read twice.
+    assert row_of(report.divergence, what="read x").fewest_lanes == 2
 
 
 def test_requests_do_not_depend_on_the_order_of_lanes():
