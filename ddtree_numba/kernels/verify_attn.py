@@ -22,9 +22,10 @@ natural logarithm, ``ln 2 · top + ln(total)``.
 A float32 chain of 576 products is off by up to 1e-5 in a large score, and large scores
 decide the output. So every `RUN` products are summed from zero and then go into a pair
 hi + lo that keeps what rounding takes from hi (Knuth's two-sum), and the pair goes into
-the exponent. Values are summed in short runs too. No float64 anywhere. On unit normals
-(576 columns, 2081 keys) out is then off by 2.6e-8 rms and 7e-7 at most; to round it to
-float32 alone costs 6e-8 at most, and plain chains would cost 1.8e-7 rms and 4e-6.
+the exponent. Values are summed in short runs too, and the runs tile by tile. No float64
+anywhere. On unit normals (576 columns, 2081 keys) out is then off by 2.6e-8 rms and
+7e-7 at most; to round it to float32 alone costs 6e-8 at most, and plain chains would
+cost 1.8e-7 rms and 4e-6.
 
 Versions
 --------
@@ -486,7 +487,7 @@ def add_values(
     parked,
     nothing,
 ):
-    """Shrink this lane's sums and add a tile's weighted values to them."""
+    """Shrink this lane's parked sums and add a tile's weighted values to them."""
     acc = cuda.local.array((WARP_ROWS, GROUPS, 4), np.float32)
     run = cuda.local.array((WARP_ROWS, PASS, 4), np.float32)
     w = cuda.local.array(WARP_ROWS, np.float32)
