@@ -29,6 +29,17 @@ if TYPE_CHECKING:
 
 WORD_BITS = 32
 
+# What stands in a root's and in a padding row's fields, whatever the tree.
+_ROOT = {"parents": -1, "depths": 0, "next_sibling": -1, "log_probs": 0.0}
+_PADDING = {
+    "token_ids": -1,
+    "parents": -1,
+    "depths": -1,
+    "next_token": -1,
+    "next_sibling": -1,
+    "log_probs": -np.inf,
+}
+
 
 def n_words(n_rows: int) -> int:
     """Number of uint32 words that hold a bit for each of `n_rows` rows."""
@@ -222,63 +233,56 @@ class DraftTree:
 
     def _validate_request(self, b: int) -> None:
         self._check_n_rows(b)
-        live, n = int(self.n_rows[b]), self.max_rows
-        root: dict[str, float] = {
-            "parents": -1,
-            "depths": 0,
-            "next_sibling": -1,
-            "log_probs": 0,
-        }
-        for name, value in root.items():
+        for name, value in _ROOT.items():
             self._expect(b, 0, name, value)
-        children: list[list[int]] = [[] for _ in range(live)]
-        for i in range(1, live):
-            if not self.token_ids[b, i] >= 0:
-                raise ValueError(
-                    f"request {b}, row {i}: token_ids {self.token_ids[b, i]}; "
-                    "expected 0 or more"
-                )
-            parent = int(self.parents[b, i])
-            if not 0 <= parent < i:
-                raise ValueError(
-                    f"request {b}, row {i}: parents {parent}; expected 0 … {i - 1}"
-                )
-            children[parent].append(i)
-            self._expect(b, i, "depths", self.depths[b, parent] + 1)
-            before, own = self.log_probs[b, i - 1 : i + 1]
-            if not -np.inf < own <= before:
-                raise ValueError(
-                    f"request {b}, row {i}: log_probs {own}; expected a finite number "
-                    f"not above {before} (the row before)"
-                )
-        for i in range(live):
-            bits = np.zeros_like(self.visibility[b, i])
-            bits[i // WORD_BITS] = np.uint32(1 << i % WORD_BITS)
-            if i:
-                bits |= self.visibility[b, self.parents[b, i]]
-            if not np.array_equal(self.visibility[b, i], bits):
-                raise ValueError(
-                    f"request {b}, row {i}: visibility is not the row and its ancestors"
-                )
-            self._expect(b, i, "next_token", (children[i] + [-1])[0])
-            for left, right in itertools.pairwise([*children[i], -1]):
-                self._expect(b, left, "next_sibling", right)
-        padding: dict[str, float] = {
-            "token_ids": -1,
-            "parents": -1,
-            "depths": -1,
-            "next_token": -1,
-            "next_sibling": -1,
-            "log_probs": -np.inf,
-        }
-        for name, value in padding.items():
-            for i in range(live, n):
-                self._expect(b, i, name, value)
-        for i in range(live, n):
-            if self.visibility[b, i].any():
-                raise ValueError(
-                    f"request {b}, row {i}: visibility of padding; expected no bit"
-                )
+        for i in range(1, int(self.n_rows[b])):
+            self._validate_node(b, i)
+        # With the parents in order, all pointers and bits follow from them.
+        for i, children in enumerate(self.children(b)):
+            self._validate_links(b, i, children)
+        for i in range(int(self.n_rows[b]), self.max_rows):
+            self._validate_padding(b, i)
+
+    def _validate_node(self, b: int, i: int) -> None:
+        if not self.token_ids[b, i] >= 0:
+            raise ValueError(
+                f"request {b}, row {i}: token_ids {self.token_ids[b, i]}; "
+                "expected 0 or more"
+            )
+        parent = int(self.parents[b, i])
+        if not 0 <= parent < i:
+            raise ValueError(
+                f"request {b}, row {i}: parents {parent}; expected 0 … {i - 1}"
+            )
+        self._expect(b, i, "depths", self.depths[b, parent] + 1)
+        before, own = self.log_probs[b, i - 1 : i + 1]
+        if not -np.inf < own <= before:
+            raise ValueError(
+                f"request {b}, row {i}: log_probs {own}; expected a finite number "
+                f"not above {before} (the row before)"
+            )
+
+    def _validate_links(self, b: int, i: int, children: list[int]) -> None:
+        bits = np.zeros_like(self.visibility[b, i])
+        bits[i // WORD_BITS] = np.uint32(1 << i % WORD_BITS)
+        if i:
+            bits |= self.visibility[b, self.parents[b, i]]
+        if not np.array_equal(self.visibility[b, i], bits):
+            raise ValueError(
+                f"request {b}, row {i}: visibility is not the row and its ancestors"
+            )
+        links = [*children, -1]
+        self._expect(b, i, "next_token", links[0])
+        for left, right in itertools.pairwise(links):
+            self._expect(b, left, "next_sibling", right)
+
+    def _validate_padding(self, b: int, i: int) -> None:
+        for name, value in _PADDING.items():
+            self._expect(b, i, name, value)
+        if self.visibility[b, i].any():
+            raise ValueError(
+                f"request {b}, row {i}: visibility of padding; expected no bit"
+            )
 
     def _check_n_rows(self, b: int) -> None:
         live, n = self.n_rows[b], self.max_rows
