@@ -41,7 +41,7 @@ import numpy as np
 from numba import cuda
 
 from ddtree_numba import reference
-from ddtree_numba.backend import is_device_array, place, whole_number
+from ddtree_numba.backend import Place, is_device_array, place, whole_number
 from ddtree_numba.tree import WORD_BITS, DraftTree, n_words
 
 MAX_DRAFT_NODES = 1024
@@ -365,18 +365,7 @@ def tree_build(
         )
     if checked:
         reference.check_candidates(log_probs, token_ids)
-    n = most + 1
-    rows = (batch, n)
-    tree = DraftTree(
-        token_ids=at.empty(rows, np.int32),
-        parents=at.empty(rows, np.int32),
-        depths=at.empty(rows, np.int32),
-        next_token=at.empty(rows, np.int32),
-        next_sibling=at.empty(rows, np.int32),
-        log_probs=at.empty(rows, np.float32),
-        visibility=at.empty((batch, n, n_words(n)), np.uint32),
-        n_rows=at.empty((batch,), np.int32),
-    )
+    tree = _empty_tree(at, batch, most + 1)
     if batch and log_probs.size == 0:  # what is never a node stands for no candidate
         log_probs = at.full((batch, 1, 1), -np.inf, np.float32)
         token_ids = at.full((batch, 1, 1), -1, np.int32)
@@ -396,6 +385,21 @@ def tree_build(
             *vars(tree).values(),
         )
     return DraftTree(**{name: at.give(x) for name, x in vars(tree).items()})
+
+
+def _empty_tree(at: Place, batch: int, n: int) -> DraftTree:
+    """Arrays for B trees of N rows where the kernel runs, with anything in them."""
+    rows = (batch, n)
+    return DraftTree(
+        token_ids=at.empty(rows, np.int32),
+        parents=at.empty(rows, np.int32),
+        depths=at.empty(rows, np.int32),
+        next_token=at.empty(rows, np.int32),
+        next_sibling=at.empty(rows, np.int32),
+        log_probs=at.empty(rows, np.float32),
+        visibility=at.empty((batch, n, n_words(n)), np.uint32),
+        n_rows=at.empty((batch,), np.int32),
+    )
 
 
 def _most_draft_nodes(
