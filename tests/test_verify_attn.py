@@ -24,6 +24,9 @@ OUT, LSE = 1e-6, 2e-6
 # half of a row's weight, and |out| is up to 2 (5e-7 is 2 ulp; rounding it is 1.2e-7);
 # with 1/4 every output is an average of hundreds of keys, |out| below 0.2.
 FULL_SIZE = {1.0: 1.5e-6, 0.25: 5e-8}
+# With a few keys of unit normals |out| is up to 5, and a score's 3e-7 moves it by as much
+# as two values differ, up to 8.
+FEW_KEYS = 3e-6
 
 
 def way(executor, version):
@@ -528,7 +531,7 @@ def test_bf16_at_full_size_within_flashmla_tolerances(how):
 @pytest.mark.parametrize("prefix_lens", [[0], [1, 63], [64, 65, 1000]], ids=str)
 def test_head_counts_and_ragged_prefixes_at_full_width(how, heads, prefix_lens):
     case = random_case(np.random.default_rng(heads), 33, heads, 512, 64, prefix_lens)
-    assert_close(attend(how, *case, 512), dense(*case, 512), FULL_SIZE[1.0])
+    assert_close(attend(how, *case, 512), dense(*case, 512), FEW_KEYS)
 
 
 @GPU_KERNELS
