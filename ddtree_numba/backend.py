@@ -52,7 +52,7 @@ def to_float32(x: Any) -> Any:
     return np.uint32(int(x) << 16).view(np.float32)
 
 
-def _overload_for_cuda(function: Callable) -> Callable:
+def overload_for_cuda(function: Callable) -> Callable:
     """`numba.extending.overload` for the CUDA target, wherever this build keeps it."""
     if config.ENABLE_CUDASIM:  # the simulator runs the Python text itself
         return lambda implementation: implementation
@@ -65,7 +65,7 @@ def _overload_for_cuda(function: Callable) -> Callable:
     return overload(function)
 
 
-@_overload_for_cuda(to_float32)
+@overload_for_cuda(to_float32)
 def _to_float32_overload(x):
     if isinstance(x, types.Integer):
 

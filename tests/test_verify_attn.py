@@ -24,8 +24,8 @@ OUT, LSE = 1e-6, 2e-6
 # half of a row's weight, and |out| is up to 2 (5e-7 is 2 ulp; rounding it is 1.2e-7);
 # with 1/4 every output is an average of hundreds of keys, |out| below 0.2.
 FULL_SIZE = {1.0: 1.5e-6, 0.25: 5e-8}
-# With a few keys of unit normals |out| is up to 5, and an error of 3e-7 in a score moves
-# it by as much as two values differ, up to 8.
+# With a few keys of unit normals |out| is up to 5, and an error of 3e-7 in a score
+# moves it by as much as two values differ, up to 8.
 FEW_KEYS = 3e-6
 
 

@@ -44,7 +44,7 @@ import numpy as np
 from numba import cuda
 
 from ddtree_numba import reference
-from ddtree_numba.backend import Place, _overload_for_cuda, place, to_float32
+from ddtree_numba.backend import Place, overload_for_cuda, place, to_float32
 from ddtree_numba.tree import n_words
 
 VERSIONS = ("auto", "simple", "split")
@@ -86,7 +86,7 @@ def load4(row: Any, i: Any) -> Any:
     return row[i], row[i + 1], row[i + 2], row[i + 3]
 
 
-@_overload_for_cuda(load4)
+@overload_for_cuda(load4)
 def _load4_overload(row, i):
     from llvmlite import ir  # type: ignore[import-untyped]
     from numba import types
@@ -119,7 +119,7 @@ def store4(row: Any, i: Any, w: Any, x: Any, y: Any, z: Any) -> None:
     row[i], row[i + 1], row[i + 2], row[i + 3] = w, x, y, z
 
 
-@_overload_for_cuda(store4)
+@overload_for_cuda(store4)
 def _store4_overload(row, i, w, x, y, z):
     from llvmlite import ir
     from numba import types
