@@ -11,7 +11,16 @@ import os
 for _library in ("OPENBLAS", "MKL", "OMP"):
     os.environ.setdefault(f"{_library}_NUM_THREADS", "1")
 
-from ddtree_numba.cli import main  # noqa: E402
+
+def main() -> int:
+    """Run the command; an interrupt while it is loaded ends it as quietly as later."""
+    try:
+        from ddtree_numba import cli
+
+        return cli.main()
+    except KeyboardInterrupt:
+        return 130
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

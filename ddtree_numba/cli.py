@@ -7,6 +7,7 @@ import codecs
 import io
 import json
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from ddtree_numba import __version__, backend
-from ddtree_numba.decode import Generation, check_prompts, generate
+from ddtree_numba.decode import MAX_SEED, Generation, check_prompts, generate
 from ddtree_numba.kernels.tree_build import MAX_DRAFT_NODES
 from ddtree_numba.model import load_model
 from ddtree_numba.model.text import decode, held_out_prompts
@@ -70,8 +71,12 @@ def _input_errors() -> Iterator[None]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code.
 
-    0: done. 1: the outputs of tree, chain and plain decoding differ. 2: bad input.
+    0: done. 1: the outputs of tree, chain and plain decoding differ. 2: bad input, or
+    a file that cannot be written. 130: interrupted.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller: `>&-`
+            setattr(sys, name, open(os.devnull, "w"))
     args = _parser().parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
         # A terminal without ● or ⟦ shows a question mark instead of a traceback.
@@ -81,9 +86,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = args.run(args)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except OSError as error:
+        try:
+            sys.stdout.flush()
+        except OSError:  # what is left to say would fail again when Python ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return 0  # the reader, such as `head`, has seen enough
+        _fail(str(error))
     except KeyboardInterrupt:
         return 130
 
@@ -143,7 +153,10 @@ def _add_common(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
         help="where the kernels run (default: gpu if there is one, else numpy)",
     )
     parser.add_argument(
-        "--seed", type=_count(0), default=0, help="random stream at T > 0 (default 0)"
+        "--seed",
+        type=_count(0, MAX_SEED),
+        default=0,
+        help="random stream at T > 0 (default 0)",
     )
 
 
@@ -238,13 +251,16 @@ def _read_prompt(given: str | None) -> bytes:
     if given is None:
         return held_out_prompts()[DEFAULT_PROMPT]
     if given == "-":
+        if sys.stdin is None:
+            raise ValueError("--prompt -: standard input is closed")
         prompt = sys.stdin.buffer.read()
     elif os.path.exists(given):
         prompt = Path(given).read_bytes()
     elif _looks_like_a_path(given):
         raise FileNotFoundError(f"--prompt {given}: no such file (- reads a text)")
     else:
-        prompt = given.encode()
+        # An argument's bytes that are no UTF-8 come as surrogates; give them back.
+        prompt = given.encode(errors="surrogateescape")
     if not prompt:
         raise ValueError("--prompt is empty; expected at least one byte")
     return prompt
@@ -266,6 +282,20 @@ def _check_writable(path: Path) -> None:
         raise FileNotFoundError(f"--figure {path}: no such folder {path.parent}")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise PermissionError(f"--figure {path}: cannot be written")
+
+
+@contextmanager
+def _whole_file(path: Path) -> Iterator[Path]:
+    """A name to write to; it becomes `path` when all is written, or goes away."""
+    if path.exists() and not path.is_file():  # a device, say: nothing to replace
+        yield path
+        return
+    unfinished = path.with_name(f".{secrets.token_hex(4)}-{path.name}")
+    try:
+        yield unfinished
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _print_trees(run: Generation, out: TextIO) -> None:
@@ -334,7 +364,8 @@ def _draw_first_round(run: Generation, path: Path) -> None:
     trace = run.rounds[0]
     prefix_len = int(trace.prefix_lens[0])
     figure, _ = round_figure(trace.tree, 0, prefix_len, decode, trace.path(0))
-    figure.savefig(path, dpi=150)
+    with _whole_file(path) as unfinished:
+        figure.savefig(unfinished, dpi=150)
 
 
 def _summary(
@@ -410,12 +441,15 @@ def _sweep(args: argparse.Namespace) -> int:
 
     with _input_errors():
         executor = backend.choose(args.executor)
-        args.out.mkdir(parents=True, exist_ok=True)
+        _make_folder(args.out)
+        prompts = held_out_prompts(args.prompts)
         model = load_model()
+        # The last round may look a block ahead.
+        check_prompts(model, prompts, args.max_new_tokens + model.config.block - 1)
     print(backend.banner(executor), file=sys.stderr)
     frame = sweep(
         model,
-        held_out_prompts(args.prompts),
+        prompts,
         args.max_new_tokens,
         args.n_draft_nodes,
         temperatures=args.temperature,
@@ -424,14 +458,25 @@ def _sweep(args: argparse.Namespace) -> int:
         progress=sys.stderr.isatty(),
     )
     print(frame.to_string(index=False))
-    with open(args.out / "sweep.csv", "w") as file:
-        print(f"# {backend.banner(executor)}", file=file)
-        frame.to_csv(file, index=False, float_format="%.4f")
-    sweep_figure(frame)[0].savefig(args.out / "sweep.png", dpi=150)
+    with _whole_file(args.out / "sweep.csv") as unfinished:
+        with open(unfinished, "w") as file:
+            print(f"# {backend.banner(executor)}", file=file)
+            frame.to_csv(file, index=False, float_format="%.4f")
+    with _whole_file(args.out / "sweep.png") as unfinished:
+        sweep_figure(frame)[0].savefig(unfinished, dpi=150)
     return 0
 
 
 # ------------------------------------------------------------------------------- refs
+
+
+def _make_folder(path: Path) -> None:
+    """Make a folder for results; raise before the work if it cannot hold them."""
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(f"--out {path}: is a file; expected a folder")
+    path.mkdir(parents=True, exist_ok=True)
+    if not os.access(path, os.W_OK):
+        raise PermissionError(f"--out {path}: cannot be written")
 
 
 def _add_refs(commands: Any) -> None:
@@ -455,7 +500,7 @@ def _refs(args: argparse.Namespace) -> int:
 
     out = args.out or data_path("refs")
     with _input_errors():
-        out.mkdir(parents=True, exist_ok=True)
+        _make_folder(out)
     paths = write_refs(out)
     print(f"{len(paths)} golden cases written to {out}")
     return 0

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 
@@ -182,6 +183,10 @@ def fails(capsys, *arguments):
         (["demo", "--executor", "tpu"], "invalid choice: 'tpu'"),
         (["demo", "--figure", "no/such/dir.png"], "no such folder no/such"),
         (["demo", "--figure", "round.xyz"], "expected a name ending in png"),
+        (["demo", "--seed", str(2**128)], "expected 0 … 3402823669"),
+        (["sweep", "--max-new-tokens", "800"], "815 are to come; the model's limit"),
+        (["sweep", "--out", __file__], "is a file; expected a folder"),
+        (["refs", "--out", __file__], "is a file; expected a folder"),
         (["sweep", "--n-draft-nodes", "0"], "0; expected 1 … 1024"),
     ],
     ids=lambda x: " ".join(x)[:40] if isinstance(x, list) else "",
@@ -202,6 +207,86 @@ def test_a_figure_that_is_a_folder_is_refused(tmp_path, capsys):
     (tmp_path / "round.png").mkdir()
     message = fails(capsys, "demo", "--figure", str(tmp_path / "round.png"))
     assert "cannot be written" in message
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(cli.os, "access", lambda *_: False)
+    for command in ("sweep", "refs"):
+        message = fails(capsys, command, "--out", str(tmp_path))
+        assert f"--out {tmp_path}: cannot be written" in message
+
+
+@pytest.mark.parametrize("error", [OSError("No space left"), KeyboardInterrupt()])
+def test_a_figure_is_written_whole_or_not_at_all(tmp_path, capsys, monkeypatch, error):
+    from matplotlib.figure import Figure
+
+    def half(self, path, **how):
+        path.write_bytes(b"half")
+        raise error
+
+    monkeypatch.setattr(Figure, "savefig", half)
+    path = tmp_path / "round.png"
+    path.write_bytes(b"old")
+    if isinstance(error, OSError):
+        with pytest.raises(SystemExit, match="2"):
+            demo("--figure", str(path))
+        assert capsys.readouterr().err == "ddtree: error: No space left\n"
+    else:
+        assert demo("--figure", str(path)) == 130
+    assert [p.read_bytes() for p in tmp_path.iterdir()] == [b"old"]
+
+
+def run_in_a_shell(how, *arguments):
+    command = [sys.executable, "-m", "ddtree_numba", "demo", *arguments]
+    shell = " ".join(map(shlex.quote, command)) + how
+    done = subprocess.run(shell, shell=True, capture_output=True, encoding="utf-8")
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_closed_streams_are_no_fault():
+    assert run_in_a_shell(" >&-", *SHORT) == (0, "", "")
+    code, out, _ = run_in_a_shell(" 2>&-", *SHORT, "--json")
+    assert (code, json.loads(out)["lossless"]) == (0, True)
+    code, out, err = run_in_a_shell(" <&-", "--prompt", "-")
+    assert (code, out) == (2, "")
+    assert err == "ddtree: error: --prompt -: standard input is closed\n"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a full device")
+def test_a_full_disk_is_one_line():
+    code, _, err = run_in_a_shell(" >/dev/full", *SHORT)
+    assert (code, err.count("\n")) == (2, 1), err
+    assert err.startswith("ddtree: error: ") and "space" in err
+
+
+def test_an_argument_keeps_bytes_that_are_no_utf_8():
+    assert cli._read_prompt(os.fsdecode(b"a\xff b")) == b"a\xff b"
+
+
+def test_an_interrupt_of_the_demo_is_quiet():
+    command = [sys.executable, "-m", "ddtree_numba", "demo", "--max-new-tokens", "500"]
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, env=env, **how) as process:
+        assert process.stdout.readline().startswith(b"ddtree_numba on")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate()
+    assert (process.returncode, err) == (130, b"")
+
+
+def test_an_interrupt_while_the_command_is_loaded_is_quiet():
+    code = (
+        "import sys, types, ddtree_numba.__main__ as command\n"
+        "def find_spec(name, *_):\n"
+        "    if name == 'ddtree_numba.cli':\n"
+        "        raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, types.SimpleNamespace(find_spec=find_spec))\n"
+        "sys.exit(command.main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    assert (done.returncode, done.stderr) == (130, b"")
 
 
 @pytest.fixture
