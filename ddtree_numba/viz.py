@@ -610,7 +610,8 @@ def access_figure(
         Reads and writes apart; a row a phase for one dimension, else a panel a phase. A
         cell's shade is the lowest lane that touched it; it names that lane, or counts
         the lanes. Races are ringed. Shown are the first `MOST_PHASES` phases with an
-        access, and of the elements touched the first `MOST_ROWS` × `MOST_COLUMNS`.
+        access, and of the elements touched the first `MOST_ROWS` × `MOST_COLUMNS`. An
+        access of several elements at once stands at the first.
 
     Raises
     ------
@@ -788,7 +789,7 @@ def memory_figure(report: Report, kernel: Any) -> tuple[Figure, str]:
     bars = costs.groupby(["line", "space"]).size().groupby("line").max()
     heights = np.array([bars.get(number, 1) for number in numbers])
     tops = np.cumsum(heights) - heights
-    text_width = 0.5 + 0.068 * max(len(line) for line in lines)
+    text_width = 0.5 + 0.078 * max(len(line) for line in lines)
     figure = Figure(
         figsize=(text_width + 3.6 * len(units), 1.1 + 0.2 * heights.sum()),
         layout="constrained",

@@ -18,6 +18,8 @@ from ddtree_numba.emulator import (
     UnsupportedError,
     emulate,
 )
+from ddtree_numba.emulator.api import Cuda
+from ddtree_numba.emulator.lanes import Hub
 
 LANES = np.arange(32)
 
@@ -874,6 +876,24 @@ def test_an_unknown_name_is_named(body, name):
     assert isinstance(caught.value, EmulatorError | NotImplementedError)
 
 
+def test_every_stub_of_numba_has_a_meaning_here():
+    stubs = pytest.importorskip("numba.cuda.stubs")
+    known = Cuda(Hub("", (1, 1, 1), (1, 1, 1), "forward", 0, None), 0, None)
+    names = [v for v in vars(stubs).values() if isinstance(v, type)]
+    found = 0
+    for stub in {*names, *stubs._vector_type_stubs} - {stubs.Stub, stubs.Dim3}:
+        if not issubclass(stub, stubs.Stub) or stub is stubs.laneid:
+            continue  # laneid is the running lane's, and here none runs
+        for name in (stub.__name__, *getattr(stub, "aliases", ())):
+            assert getattr(known, name) is not None
+            found += 1
+        for inner, value in vars(stub).items():
+            if isinstance(value, type):
+                assert getattr(getattr(known, stub.__name__), inner)
+                found += 1
+    assert found > 100
+
+
 def test_an_exception_in_the_kernel_names_its_place():
     @cuda.jit
     def kernel(x):
@@ -919,7 +939,7 @@ def nothing(x):
     ("arguments", "options", "complaint"),
     [
         ((1, 1025, np.zeros(1)), {}, "block"),
-        ((1, (32, 33), np.zeros(1)), {}, "1056 threads"),
+        ((1, (32, 33), np.zeros(1)), {}, "nothing, block: .* 1056 threads"),
         ((0, 1, np.zeros(1)), {}, "grid"),
         ((1.5, 1, np.zeros(1)), {}, "grid"),
         (((1, 70000), 1, np.zeros(1)), {}, "grid"),

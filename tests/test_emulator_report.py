@@ -492,7 +492,9 @@ def test_shared_memory_is_fresh_in_every_block():
 
 
 def test_more_dynamic_shared_memory_than_any_card_has_is_refused():
-    with pytest.raises(LaunchError, match="uneven_kernel asks for 232449 bytes"):
+    with pytest.raises(
+        LaunchError, match="uneven_kernel, dynamic_shared: 232449 bytes"
+    ):
         emulate(uneven_kernel, 1, 1, 0, 0, dynamic_shared=232449)
 
 

@@ -75,12 +75,14 @@ def emulate(
     []
     """
     function = plain_function(kernel)
-    grid_dim = _dim3("grid", grid, MAX_GRID)
-    block_dim = _dim3("block", block, MAX_BLOCK)
+    name = function.__name__
+    grid_dim = _dim3(f"{name}, grid", grid, MAX_GRID)
+    block_dim = _dim3(f"{name}, block", block, MAX_BLOCK)
     threads = block_dim[0] * block_dim[1] * block_dim[2]
     if threads > MAX_THREADS:
         raise LaunchError(
-            f"block: {block_dim} has {threads} threads, the limit is {MAX_THREADS}"
+            f"{name}, block: {block_dim} has {threads} threads, the limit is "
+            f"{MAX_THREADS}"
         )
     if order not in ORDERS:
         raise LaunchError(f"order: expected one of {ORDERS}, got {order!r}")
@@ -88,19 +90,19 @@ def emulate(
         raise LaunchError(f"dynamic_shared: expected bytes >= 0, got {dynamic_shared}")
     if dynamic_shared > SHARED_LIMIT:
         raise LaunchError(
-            f"dynamic_shared: {function.__name__} asks for {dynamic_shared} bytes; the "
-            f"limit is {SHARED_LIMIT}"
+            f"{name}, dynamic_shared: {dynamic_shared} bytes, the limit is "
+            f"{SHARED_LIMIT}"
         )
-    recorder = Recorder(function.__name__, threads) if trace else None
+    recorder = Recorder(name, threads) if trace else None
     names = _parameter_names(function, args)
     given = [_argument(n, a, recorder) for n, a in zip(names, args, strict=True)]
-    hub = Hub(function.__name__, grid_dim, block_dim, order, seed, recorder)
+    hub = Hub(name, grid_dim, block_dim, order, seed, recorder)
     cuda = Cuda(hub, dynamic_shared, recorder)
     bound = bind(function, cuda)
     # Division by zero gives inf or NaN and float32 overflows to inf, as on the GPU.
     with np.errstate(all="ignore"):
         hub.run(lambda: bound(*given))
-        return Report(function.__name__, grid_dim, block_dim, recorder)
+        return Report(name, grid_dim, block_dim, recorder)
 
 
 def _dim3(
