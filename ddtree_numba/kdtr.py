@@ -30,6 +30,7 @@ import math
 import mmap
 import os
 import secrets
+import stat
 import struct
 import zlib
 from collections.abc import Collection, Mapping
@@ -135,7 +136,11 @@ def save(
         raise KdtrError(path, unknown[0], "bf16: no tensor of this name is given")
     encoded = []
     for name, tensor in tensors.items():
-        code, array = _storable(path, name, np.asarray(tensor), name in bf16)
+        try:
+            array = np.asarray(tensor)
+        except ValueError as error:  # rows of different length
+            raise KdtrError(path, name, f"no array: {error}") from error
+        code, array = _storable(path, name, array, name in bf16)
         encoded.append((_encoded_name(path, name), code, array))
 
     table_bytes = sum(
@@ -279,6 +284,8 @@ def _write_atomically(path: Path, chunks: list[Any]) -> None:
 def _map(path: str | os.PathLike[str]) -> mmap.mmap:
     """Map a file that is at least as long as a header, read-only."""
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait
+            raise KdtrError(path, None, "cannot be read: not a regular file")
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size < _HEADER.size:  # and an empty file cannot be mapped

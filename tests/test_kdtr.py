@@ -268,6 +268,7 @@ def test_a_loaded_file_can_be_saved_over_itself(good):
         pytest.param("x", np.array([b"a"]), "dtype |S1", id="bytes"),
         pytest.param("x", np.zeros(1, "M8[s]"), "dtype datetime64", id="datetime"),
         pytest.param("x", np.zeros(1, "i4,f4"), "dtype [(", id="structured"),
+        pytest.param("x", [[1], [1, 2]], "no array: setting an", id="ragged"),
         pytest.param("", A, "this one 0", id="name-empty"),
         pytest.param("é" * 128, A, "this one 256", id="name-of-256-bytes"),
         pytest.param("\ud800", A, "not UTF-8", id="name-surrogate"),
@@ -400,6 +401,12 @@ def test_more_dimensions_than_numpy_has_are_listed_but_not_loaded(tmp_path):
 def test_a_path_that_cannot_be_read_is_named(tmp_path, call):
     assert "No such file" in refusal(call, tmp_path / "missing.kdtr").reason
     assert "cannot be read" in refusal(call, tmp_path).reason
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(KdtrError, match="pipe: cannot be read: not a regular file"):
+        kdtr.load(tmp_path / "pipe")
 
 
 def test_an_error_survives_pickling(good):

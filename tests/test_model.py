@@ -285,8 +285,47 @@ def test_a_file_without_a_configuration_is_refused(tmp_path):
         load_model(tmp_path)
 
 
+def with_tensors(path, **changed):
+    tensors = {name: np.array(x) for name, x in kdtr.load(path).items()}
+    kdtr.save(path, tensors | changed)
+
+
+@pytest.mark.parametrize("settings", [b"", b"{", b"\xff", b"[1]", b'{"n_heads": 0}'])
+def test_a_damaged_configuration_is_named_with_its_file(weight_folder, settings):
+    path = weight_folder / "target.kdtr"
+    with_tensors(path, config=np.frombuffer(settings, np.uint8))
+    with pytest.raises(ValueError, match=r"target\.kdtr: tensor 'config': .*; restore"):
+        load_model(weight_folder)
+
+
+@pytest.mark.parametrize("x", [np.nan, np.inf, 1, True], ids=str)
+def test_weights_that_are_no_finite_floats_are_named(weight_folder, model, x):
+    path = weight_folder / "drafter.kdtr"
+    with_tensors(path, mask=np.full(model.drafter["mask"].shape, x))
+    with pytest.raises(ValueError, match=r"drafter\.kdtr: drafter weight 'mask'"):
+        load_model(weight_folder)
+
+
 def test_a_configuration_survives_json():
     assert ModelConfig.from_json(SMALL.to_json()) == SMALL
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ('{"max_len": -5}', "max_len is -5; expected a value like 1024"),
+        ('{"block": 2.5}', "block is 2.5; expected a value like 16"),
+        ('{"n_heads": true}', "n_heads is True; expected a value like 8"),
+        ('{"draft_temperature": 0}', "draft_temperature is 0; expected"),
+        ('{"rope_base": NaN}', "rope_base is nan; expected a value like 10000"),
+        ('{"feature_layers": 3}', "feature_layers is 3; expected a value like"),
+        ('{"feature_layers": [1, 5]}', "expected layers 1 … 4"),
+        ('{"draft_heads": 7}', "draft_heads is 7; expected a divisor of d_model, 256"),
+    ],
+)
+def test_a_configuration_that_no_model_has_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_json(settings)
 
 
 @pytest.mark.parametrize("settings", ['{"n_layer": 4}', "[1]"])

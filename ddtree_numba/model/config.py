@@ -119,12 +119,37 @@ class ModelConfig:
         Raises
         ------
         ValueError
-            If the text is not a JSON object, or a field is unknown.
+            If the text is not a JSON object, or a field is unknown or of a value that
+            no model has.
         """
-        fields = json.loads(text)
+        try:
+            fields = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"not a model configuration: {error}") from error
         known = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(fields, dict) or not set(fields) <= known:
             raise ValueError(f"not a model configuration: {text[:80]!r}")
+        for name, value in fields.items():
+            default = getattr(cls, name)
+            counts = value if name == "feature_layers" else [value]
+            kinds = (int, float) if isinstance(default, float) else (int,)
+            if not isinstance(counts, list) or not all(
+                type(x) in kinds and 0 < x < float("inf") for x in counts
+            ):
+                raise ValueError(
+                    f"{name} is {value!r}; expected a value like {default}"
+                )
         if "feature_layers" in fields:
             fields["feature_layers"] = tuple(fields["feature_layers"])
-        return cls(**fields)
+        config = cls(**fields)
+        if max(config.feature_layers, default=0) > config.n_layers:
+            raise ValueError(
+                f"feature_layers is {config.feature_layers}; expected layers "
+                f"1 … {config.n_layers}"
+            )
+        if config.d_model % config.draft_heads:
+            raise ValueError(
+                f"draft_heads is {config.draft_heads}; expected a divisor of d_model, "
+                f"{config.d_model}"
+            )
+        return config

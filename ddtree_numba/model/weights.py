@@ -53,7 +53,7 @@ def load_weights(path: str | Path, part: str) -> tuple[ModelConfig, Weights]:
     KdtrError
         If the file is missing or damaged.
     ValueError
-        If it is sound but holds another network.
+        If it is sound but holds another network, or what is none.
     """
     hint = "restore data/model/ from the repository, or train it again (model/train.py)"
     if not Path(path).is_file():
@@ -66,7 +66,10 @@ def load_weights(path: str | Path, part: str) -> tuple[ModelConfig, Weights]:
     tensors = kdtr.load(path)
     if "config" not in tensors:
         raise ValueError(f"{path}: not a weight file (no tensor 'config'); {hint}")
-    config = ModelConfig.from_json(bytes(tensors["config"]).decode())
+    try:
+        config = ModelConfig.from_json(bytes(tensors["config"]).decode())
+    except ValueError as error:
+        raise ValueError(f"{path}: tensor 'config': {error}; {hint}") from error
     shapes = config.target_shapes() if part == "target" else config.drafter_shapes()
     for name, shape in shapes.items():
         if name not in tensors or tensors[name].shape != shape:
@@ -74,5 +77,10 @@ def load_weights(path: str | Path, part: str) -> tuple[ModelConfig, Weights]:
             raise ValueError(
                 f"{path}: {part} weight {name!r} must have shape {shape}, found "
                 f"{found}; {hint}"
+            )
+        if tensors[name].dtype.kind != "f" or not np.isfinite(tensors[name]).all():
+            raise ValueError(
+                f"{path}: {part} weight {name!r} ({tensors[name].dtype}) must hold "
+                f"finite floats; {hint}"
             )
     return config, {name: tensors[name].astype(np.float64) for name in shapes}
