@@ -617,8 +617,10 @@ def test_a_prefix_longer_than_the_cache_is_refused():
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("sm_scale", NAN, "a finite number"),
-        ("sm_scale", INF, "a finite number"),
+        ("sm_scale", NAN, r"a finite number up to 1e\+30"),
+        ("sm_scale", INF, r"a finite number up to 1e\+30"),
+        ("sm_scale", -1e300, r"a finite number up to 1e\+30"),
+        ("sm_scale", 10**400, r"a finite number up to 1e\+30"),
         ("d_latent", 0, "1 … 6"),
         ("d_latent", 7, "1 … 6"),
         ("version", "fast", "auto, simple, split"),
@@ -656,3 +658,24 @@ def test_kernels_compile_without_doubles_or_unmeant_stack(capability, x):
             loads = re.findall(r"ld\.shared(?:\.v4)?\.[fb]32", ptx)
             assert len(loads) >= 16
             assert all(".v4." in load for load in loads)
+
+
+def test_visibility_names_no_rows_beyond_the_tree():
+    words = np.array([[[1], [2 | 1 << 2]]], np.uint32)
+    refuse(
+        ValueError,
+        "visibility, request 0 has bit 2; expected bits of rows 0 … 1",
+        visibility=words,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        *(("sm_scale", x) for x in ("1", None, 1j, True)),
+        *(("d_latent", x) for x in ("4", None, 4.0, True)),
+        *(("n_splits", x) for x in ("2", 2.5, True)),
+    ],
+)
+def test_scalars_of_another_type_are_named(name, bad):
+    refuse(TypeError, f"{name} is ", **{name: bad})

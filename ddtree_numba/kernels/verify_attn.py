@@ -38,15 +38,23 @@ merge_kernel   brings the splits together
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any
 
 import numpy as np
 from numba import cuda
 
 from ddtree_numba import reference
-from ddtree_numba.backend import Place, overload_for_cuda, place, to_float32
+from ddtree_numba.backend import (
+    Place,
+    overload_for_cuda,
+    place,
+    to_float32,
+    whole_number,
+)
 from ddtree_numba.tree import n_words
 
+MAX_SCALE = 1e30  # its product with a score must not leave float32's range
 VERSIONS = ("auto", "simple", "split")
 WARP = 32
 FULL_WARP = 0xFFFFFFFF
@@ -795,20 +803,29 @@ def verify_attn(
 def _check_scalars(
     sm_scale: float, d_latent: int, d: int, version: str, n_splits: int | None
 ) -> None:
-    if not math.isfinite(sm_scale):
-        raise ValueError(f"sm_scale is {sm_scale}; expected a finite number")
-    if not 1 <= d_latent <= d:
-        raise ValueError(f"d_latent is {d_latent}; expected 1 … {d} (q's last axis)")
+    if isinstance(sm_scale, bool) or not isinstance(sm_scale, Real):
+        raise TypeError(f"sm_scale is {sm_scale!r}; expected a number")
+    if not abs(sm_scale) <= MAX_SCALE:  # NaN is not either
+        raise ValueError(
+            f"sm_scale is {sm_scale}; expected a finite number up to {MAX_SCALE}"
+        )
+    whole_number(d_latent, "d_latent", least=1, most=d)
     if version not in VERSIONS:
         raise ValueError(f"version is {version!r}; expected {', '.join(VERSIONS)}")
-    if n_splits is not None and n_splits < 1:
-        raise ValueError(f"n_splits is {n_splits}; expected 1 or more")
+    if n_splits is not None:
+        whole_number(n_splits, "n_splits", least=1)
 
 
 def _check_fit(prefix_lens: np.ndarray, visibility: np.ndarray, room: int) -> None:
     """Raise ValueError unless prefix and visible tail rows of every request fit."""
+    n = visibility.shape[1]
     seen = np.bitwise_or.reduce(visibility, axis=1).astype("<u4")
     bits = np.unpackbits(seen.view(np.uint8), axis=1, bitorder="little")
+    for b, j in np.argwhere(bits[:, n:]):
+        raise ValueError(
+            f"visibility, request {b} has bit {n + j}; "
+            f"expected bits of rows 0 … {n - 1}"
+        )
     tails = np.where(bits, np.arange(1, bits.shape[1] + 1), 0).max(axis=1, initial=0)
     for b in np.flatnonzero((prefix_lens < 0) | (prefix_lens + tails > room)):
         raise ValueError(
