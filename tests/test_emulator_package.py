@@ -30,10 +30,14 @@ def small_tree():
     return DraftTree.from_parents(PARENTS, n_rows=N_ROWS)
 
 
-def run_topk(rng, executor="emulator"):
+def run_topk(rng, executor="emulator", **options):
     logits = rng.integers(-40, 40, (2, 2, 300)).astype(np.float16)  # with ties
     logits[0, 1, ::3] = -np.inf
-    return topk(logits, 20, executor=executor)
+    return topk(logits, 20, executor=executor, **options)
+
+
+def run_split_topk(rng, executor="emulator"):
+    return run_topk(rng, executor, version="split")
 
 
 def run_argmax(rng, executor="emulator"):
@@ -81,6 +85,7 @@ def run_split_verify_attn(rng, executor="emulator"):
 
 STAGES = {
     run_topk: {"topk_kernel"},
+    run_split_topk: {"topk_slice_kernel", "topk_merge_kernel"},
     run_argmax: {"argmax_kernel"},
     run_tree_build: {"tree_build_kernel"},
     run_tree_accept: {"tree_accept_kernel"},

@@ -8,15 +8,21 @@ from conftest import GPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from logit_rows import BAD_ROWS, CASTS, EVERY_DTYPE
-from numba import cuda, float32, int32, uint16
+from numba import cuda, float32, int32, int64, uint16
 from numba.core.types import float16
 
 from ddtree_numba import backend, bf16
 from ddtree_numba.emulator import emulate
 from ddtree_numba.kernels import topk as topk_module
-from ddtree_numba.kernels.topk import topk, topk_kernel
+from ddtree_numba.kernels.topk import (
+    topk,
+    topk_kernel,
+    topk_merge_kernel,
+    topk_slice_kernel,
+)
 
 INF, NAN = np.inf, np.nan
+EVERY_VERSION = pytest.mark.parametrize("version", ["simple", "split"])
 
 # What float32 allows: 1e-6 for the sum and its logarithm, and one rounding of the
 # answer itself, which is as large as 30.
@@ -44,27 +50,35 @@ def assert_topk(found: tuple, expected: tuple) -> None:
     np.testing.assert_allclose(log_probs, expected[0], rtol=RTOL, atol=ATOL)
 
 
-@pytest.fixture
-def small_capacity(monkeypatch):
-    """Lets small rows go through the radix select, in the emulator.
+def shrink(patch: pytest.MonkeyPatch) -> None:
+    """In the emulator, let small rows go through the radix select, in slices of 128.
 
     The emulator reads the kernel's constants at every launch; on a GPU they are
     compiled in, and full-size rows get there anyway.
     """
-    monkeypatch.setattr(topk_module, "CAPACITY", 16)
+    small = {"CAPACITY": 16, "SLICE_THREADS": 32, "TILE": 4, "SLICE": 128, "ROOM": 3}
+    for name, value in small.items():
+        patch.setattr(topk_module, name, value)
+
+
+@pytest.fixture
+def small_constants(monkeypatch):
+    shrink(monkeypatch)
 
 
 # ------------------------------------------------------------------------------ values
 
 
 @EVERY_DTYPE
+@EVERY_VERSION
 @pytest.mark.parametrize(
     ("vocab", "k"), [(1, 1), (3, 4), (31, 2), (33, 33), (150, 16)], ids=str
 )
-def test_small_rows_equal_brute_force(executor, cast, vocab, k):
+def test_small_rows_equal_brute_force(executor, version, cast, vocab, k):
     rng = np.random.default_rng(vocab)
     logits = cast(rng.standard_normal((2, 3, vocab)) * 4)
-    assert_topk(topk(logits, k, executor=executor), brute_force(logits, k))
+    found = topk(logits, k, version=version, executor=executor)
+    assert_topk(found, brute_force(logits, k))
 
 
 def test_k_over_v_keeps_every_token(executor):
@@ -75,66 +89,108 @@ def test_k_over_v_keeps_every_token(executor):
     np.testing.assert_allclose(np.exp(log_probs), [[[0.5, 0.3, 0.2]]], rtol=1e-6)
 
 
-def test_equal_logits_stand_in_the_order_of_their_ids(executor):
-    _, ids = topk(np.full((1, 1, 70), -3.5, np.float32), 9, executor=executor)
+@EVERY_VERSION
+def test_equal_logits_stand_in_the_order_of_their_ids(executor, version):
+    logits = np.full((1, 1, 70), -3.5, np.float32)
+    _, ids = topk(logits, 9, version=version, executor=executor)
     assert ids.tolist() == [[[*range(9)]]]
 
 
-def test_zero_and_minus_zero_tie(executor):
+@EVERY_VERSION
+def test_zero_and_minus_zero_tie(executor, version):
     row = np.float32([-0.0, 0.0, -1, -0.0, 0.0, -2])
-    _, ids = topk(row[None, None], 5, executor=executor)
+    _, ids = topk(row[None, None], 5, version=version, executor=executor)
     assert ids.tolist() == [[[0, 1, 3, 4, 2]]]
 
 
-def test_masked_tokens_come_last_with_log_prob_minus_infinity(executor):
+@EVERY_VERSION
+def test_masked_tokens_come_last_with_log_prob_minus_infinity(executor, version):
     row = np.float32([-INF, 5, -INF, 5, -INF])
-    log_probs, ids = topk(row[None, None], 4, executor=executor)
+    log_probs, ids = topk(row[None, None], 4, version=version, executor=executor)
     assert ids.tolist() == [[[1, 3, 0, 2]]]
     np.testing.assert_allclose(log_probs[0, 0, :2], np.log(0.5), rtol=1e-6)
     assert (log_probs[0, 0, 2:] == -INF).all()
 
 
 @EVERY_DTYPE
-def test_both_ends_of_the_number_range(executor, cast):
+@EVERY_VERSION
+def test_both_ends_of_the_number_range(executor, version, cast):
     # Half of the largest: the difference of the two ends is a number still.
     high = 65504 / 2 if cast([0]).dtype == np.float16 else 1.6e38
     logits = cast([[[-high, 0, high, -1e-7, 1e-7, high]]])
-    _, ids = topk(logits, 6, executor=executor)
+    _, ids = topk(logits, 6, version=version, executor=executor)
     assert ids.tolist() == [[[2, 5, 4, 1, 3, 0]]]
 
 
+@EVERY_VERSION
 @pytest.mark.parametrize("k", [1, 7, 16])
 @pytest.mark.parametrize("levels", [1, 3, 300])
-def test_ties_across_the_bound_are_cut_at_the_right_id(small_capacity, levels, k):
+def test_ties_across_the_bound_are_cut_at_the_right_id(
+    small_constants, levels, k, version
+):
     """The radix select must go on into the ids when logits alone do not decide."""
     rng = np.random.default_rng(levels)
-    logits = CASTS["bf16"](rng.integers(-levels, levels, (1, 1, 150)) / 2)
-    assert_topk(topk(logits, k, executor="emulator"), brute_force(logits, k))
+    logits = CASTS["bf16"](rng.integers(-levels, levels, (1, 1, 290)) / 2)
+    found = topk(logits, k, version=version, executor="emulator")
+    assert_topk(found, brute_force(logits, k))
+
+
+def test_a_slice_may_hold_nothing_or_all_that_is_kept(small_constants):
+    """Slices of 128: the first is masked, all candidates are in the second."""
+    row = np.full(300, -INF, np.float32)
+    row[128:256] = np.arange(128) % 7
+    row[256:] = -40
+    logits = row[None, None]
+    found = topk(logits, 16, version="split", executor="emulator")
+    assert_topk(found, brute_force(logits, 16))
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("at", [0, 200, 299])
+def test_one_bad_element_of_any_slice_spoils_the_row(small_constants, at, bad):
+    """Also where its slice is otherwise masked, as all are here but the last."""
+    logits = np.full((1, 2, 300), -INF, np.float32)
+    logits[..., 290:] = 1
+    logits[0, 1, at] = bad
+    options = {"check": False, "executor": "emulator"}
+    log_probs, ids = topk(logits, 3, version="split", **options)
+    assert ids.tolist() == [[[290, 291, 292], [-1] * 3]]
+    assert np.isnan(log_probs[0]).all(axis=-1).tolist() == [False, True]
 
 
 rows = st.lists(
     st.sampled_from([-INF, -3.0, -0.0, 0.0, 0.5, 8.0]) | st.floats(-9, 9, width=16),
     min_size=1,
-    max_size=60,
+    max_size=140,
 ).filter(lambda row: max(row) > -INF)
 
 
 @pytest.mark.parametrize("executor", ["emulator", GPU])
+@EVERY_VERSION
 @given(row=rows, k=st.integers(1, 16), name=st.sampled_from(sorted(CASTS)))
-@settings(max_examples=40, deadline=None)
-def test_any_row_equals_brute_force(executor, row, k, name):
+@settings(max_examples=30, deadline=None)
+def test_any_row_equals_brute_force(executor, version, row, k, name):
     logits = CASTS[name](row)[None, None]
     with pytest.MonkeyPatch.context() as patch:
-        if executor == "emulator":  # see small_capacity
-            patch.setattr(topk_module, "CAPACITY", 16)
-        found = topk(logits, k, executor=executor)
+        if executor == "emulator":
+            shrink(patch)
+        found = topk(logits, k, version=version, executor=executor)
     assert_topk(found, brute_force(logits, k))
 
 
 def test_the_real_capacity_selects_from_longer_rows():
     rng = np.random.default_rng(0)
     logits = CASTS["bf16"](rng.standard_normal((1, 1, topk_module.CAPACITY + 50)) * 3)
-    assert_topk(topk(logits, 40, executor="emulator"), brute_force(logits, 40))
+    found = topk(logits, 40, version="simple", executor="emulator")
+    assert_topk(found, brute_force(logits, 40))
+
+
+def test_rows_longer_than_a_slice_are_split(monkeypatch):
+    logits = np.zeros((1, 1, topk_module.SLICE + 1), np.float32)
+    logits[0, 0, -1] = 1
+    monkeypatch.delattr(topk_module, "topk_kernel")  # "auto" does without it
+    _, ids = topk(logits, 2, executor="emulator")
+    assert ids.tolist() == [[[topk_module.SLICE, 0]]]
 
 
 def test_many_equal_terms_do_not_add_up_their_rounding():
@@ -145,12 +201,15 @@ def test_many_equal_terms_do_not_add_up_their_rounding():
     emulate(topk_kernel, 1, 32, logits, 0, 14, log_probs, ids)
     exact = brute_force(logits, 1)[0]
     np.testing.assert_allclose(log_probs, exact, rtol=0, atol=ATOL)
+    log_probs, _ = topk(logits, 1, version="split", executor="emulator")
+    np.testing.assert_allclose(log_probs, exact, rtol=0, atol=ATOL)
 
 
-def test_a_strided_view_equals_its_copy(executor):
+@EVERY_VERSION
+def test_a_strided_view_equals_its_copy(executor, version):
     logits = np.random.default_rng(0).standard_normal((2, 2, 80)).astype(np.float32)
     view = logits[:, :, ::2]
-    found = topk(view, 5, executor=executor)
+    found = topk(view, 5, version=version, executor=executor)
     assert_topk(found, brute_force(view.copy(), 5))
 
 
@@ -164,21 +223,32 @@ def random_logits(cast, batch: int = 1, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.gpu
 @EVERY_DTYPE
+@EVERY_VERSION
 @pytest.mark.parametrize("k", [1, 8, 32, 64, 256, 1024])
-def test_full_vocabulary_equals_the_reference(cast, k):
+def test_full_vocabulary_equals_the_reference(cast, version, k):
     logits = random_logits(cast)
     expected = topk(logits, k, executor="numpy")
-    assert_topk(topk(logits, k, executor="gpu"), expected)
+    assert_topk(topk(logits, k, version=version, executor="gpu"), expected)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("vocab", [5119, 5120, 5121, 40960, 151936, 1 << 20])
+def test_vocabularies_at_the_edges_of_slices(vocab):
+    logits = np.random.default_rng(vocab).standard_normal((1, 2, vocab), np.float32)
+    logits = CASTS["bf16"](logits * 3)
+    expected = topk(logits, 64, executor="numpy")
+    assert_topk(topk(logits, 64, version="split", executor="gpu"), expected)
+
+
+@pytest.mark.gpu
+@EVERY_VERSION
 @pytest.mark.parametrize("levels", [0, 1, 20])
-def test_full_vocabulary_with_massive_ties(levels):
+def test_full_vocabulary_with_massive_ties(version, levels):
     logits = np.random.default_rng(1).integers(-levels, levels + 1, (8, 2, 163840))
     logits = CASTS["bf16"](logits / 4)
     for k in (64, 1024):
         expected = topk(logits, k, executor="numpy")
-        assert_topk(topk(logits, k, executor="gpu"), expected)
+        assert_topk(topk(logits, k, version=version, executor="gpu"), expected)
 
 
 @pytest.mark.gpu
@@ -208,11 +278,29 @@ def test_rows_beyond_two_billion_elements():
 
 
 @pytest.mark.parametrize("order", ["forward", "reverse", "shuffled"])
-def test_no_race_in_any_order_of_the_lanes(small_capacity, order):
+def test_no_race_in_any_order_of_the_lanes(small_constants, order):
     rng = np.random.default_rng(3)
     logits = CASTS["bf16"](rng.integers(-2, 3, (1, 1, 300)))
     found = np.empty((1, 1, 11), np.float32), np.empty((1, 1, 11), np.int32)
     report = emulate(topk_kernel, 1, 64, logits, 16, 9, *found, order=order, trace=True)
+    assert not report.races
+    assert_topk(found, brute_force(logits, 11))
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse", "shuffled"])
+def test_no_race_in_the_split_version(small_constants, monkeypatch, order):
+    """Two slices of two warps, with ties, so that both kernels narrow down."""
+    monkeypatch.setattr(topk_module, "SLICE", 256)
+    logits = CASTS["bf16"](np.random.default_rng(3).integers(-2, 3, (1, 1, 300)))
+    tops, totals = np.empty((2, 1, 2), np.float32)
+    codes = np.empty((1, 2 * 14), np.int64)
+    found = np.empty((1, 1, 11), np.float32), np.empty((1, 1, 11), np.int32)
+    options = {"order": order, "trace": True}
+    arguments = (logits, 11, 16, 9, tops, totals, codes)
+    report = emulate(topk_slice_kernel, 2, 64, *arguments, **options)
+    assert not report.races
+    arguments = (logits, tops, totals, codes, 25, 9, *found)
+    report = emulate(topk_merge_kernel, 1, 64, *arguments, **options)
     assert not report.races
     assert_topk(found, brute_force(logits, 11))
 
@@ -231,17 +319,23 @@ def test_no_race_in_any_order_of_the_lanes(small_capacity, order):
 )
 def test_ptx_needs_no_float64_and_no_local_memory(cc, dtype):
     logits, log_probs, ids = (t[:, :, ::1] for t in (dtype, float32, int32))
-    signature = (logits, int32, int32, log_probs, ids)
-    ptx = backend.compile_ptx(topk_kernel, signature, compute_capability=cc)
-    assert ".f64" not in ptx
-    assert ".local" not in ptx
+    sums, codes = float32[:, ::1], int64[:, ::1]
+    for kernel, *signature in (
+        (topk_kernel, logits, int32, int32, log_probs, ids),
+        (topk_slice_kernel, logits, int32, int32, int32, sums, sums, codes),
+        (topk_merge_kernel, logits, sums, sums, codes, int32, int32, log_probs, ids),
+    ):
+        ptx = backend.compile_ptx(kernel, tuple(signature), compute_capability=cc)
+        assert ".f64" not in ptx
+        assert ".local" not in ptx
 
 
-def test_logits_as_large_as_float32_holds(executor):
+@EVERY_VERSION
+def test_logits_as_large_as_float32_holds(executor, version):
     """Masks are often the lowest float32, and a huge logit swallows a small log."""
     most = np.finfo(np.float32).max
     logits = np.array([[[most] * 4, [most, -most, 0, 0], [-most] * 4]], np.float32)
-    log_probs, ids = topk(logits, 4, executor=executor)
+    log_probs, ids = topk(logits, 4, version=version, executor=executor)
     quarter = np.log(0.25)
     np.testing.assert_allclose(log_probs[0, [0, 2]], quarter, rtol=1e-6)
     assert log_probs[0, 1].tolist() == [0, -most, -most, -INF]
@@ -263,11 +357,13 @@ def test_build_nan_row_is_an_error_that_names_it(executor, cast, row, why):
 
 
 @EVERY_DTYPE
+@EVERY_VERSION
 @BAD_ROWS
-def test_build_nan_row_unchecked_is_marked_and_alone(executor, cast, row, why):
+def test_build_nan_row_unchecked_is_marked_and_alone(executor, version, cast, row, why):
     logits = cast(np.zeros((2, 3, 3)))
     logits[1, 2] = cast(row)
-    log_probs, ids = topk(logits, 2, check=False, executor=executor)
+    options = {"check": False, "version": version, "executor": executor}
+    log_probs, ids = topk(logits, 2, **options)
     marked = np.zeros((2, 3), bool)
     marked[1, 2] = True
     assert (np.isnan(log_probs) == marked[..., None]).all()
@@ -286,6 +382,8 @@ def test_nothing_to_keep_gives_empty_answers(executor, shape, k):
 
 def test_bad_arguments_are_named(executor):
     logits = np.zeros((1, 1, 4), np.float32)
+    with pytest.raises(ValueError, match="version is 'fast'; expected auto, simple"):
+        topk(logits, 2, version="fast", executor=executor)
     with pytest.raises(ValueError, match="k is -1; expected 0 or more"):
         topk(logits, -1, executor=executor)
     with pytest.raises(ValueError, match=r"logits has shape \(1, 4\)"):
