@@ -42,6 +42,8 @@ EVERY_WAY = pytest.mark.parametrize(
 )
 KERNELS = pytest.mark.parametrize("how", [*IN_EMULATOR, *ON_GPU])
 GPU_KERNELS = pytest.mark.parametrize("how", ON_GPU)
+# "mma" takes nothing else; its own file has its other tests.
+BF16_KERNELS = pytest.mark.parametrize("how", [*ON_GPU, way("gpu", "mma")])
 
 
 @pytest.fixture(autouse=True)
@@ -515,7 +517,7 @@ def test_float32_at_full_size(how, factor, shape):
     assert_close(found, expected, FULL_SIZE[factor])
 
 
-@GPU_KERNELS
+@BF16_KERNELS
 def test_bf16_at_full_size_within_flashmla_tolerances(how):
     q, cache, *rest = random_case(np.random.default_rng(14), 33, 64, 512, 64, [2048])
     case = (bf16.from_float32(q), bf16.from_float32(cache), *rest)
@@ -551,7 +553,7 @@ def test_a_batch_beyond_the_grid_limit(how):
     np.testing.assert_array_equal(out[:, 0, 0, 0], np.arange(batch) % 7)
 
 
-@GPU_KERNELS
+@BF16_KERNELS
 def test_a_cache_of_more_than_two_to_the_31_elements(how):
     batch, room, d = 3, 1_864_136, 576  # request 2 begins at element 2 147 484 672
     cache = cuda.device_array((batch, room, d), np.uint16)
@@ -623,7 +625,7 @@ def test_a_prefix_longer_than_the_cache_is_refused():
         ("sm_scale", 10**400, r"a finite number up to 1e\+30"),
         ("d_latent", 0, "1 … 6"),
         ("d_latent", 7, "1 … 6"),
-        ("version", "fast", "auto, simple, split"),
+        ("version", "fast", "auto, simple, split, mma"),
         ("n_splits", 0, "1 or more"),
     ],
 )

@@ -33,6 +33,8 @@ simple_kernel  one block a request, row and head: a thread a key, then a thread 
 split_kernel   one block a tile of `ROWS` packed rows (row and head) and a split of the
                keys: a tile of keys in shared memory serves all of them; register tiles
 merge_kernel   brings the splits together
+mma            `ddtree_numba.kernels.verify_attn_mma`: bfloat16 on tensor cores, with
+               weights rounded to bfloat16; for 512 + 64 columns, sm_80 or later
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ from ddtree_numba.backend import (
 from ddtree_numba.tree import n_words
 
 MAX_SCALE = 1e30  # its product with a score must not leave float32's range
-VERSIONS = ("auto", "simple", "split")
+VERSIONS = ("auto", "simple", "split", "mma")
 WARP = 32
 FULL_WARP = 0xFFFFFFFF
 LN_2 = np.float32(math.log(2))
@@ -728,10 +730,11 @@ def verify_attn(
     Parameters
     ----------
     q : float32 or bfloat16 (uint16 bits in NumPy) [B, N, H, D]
-        Absorbed queries: ``W_UKᵀ q_nope ‖ q_rope``. On a GPU the split version wants
-        them C-contiguous.
+        Absorbed queries: ``W_UKᵀ q_nope ‖ q_rope``. On a GPU all versions but
+        "simple" want them C-contiguous.
     kv_cache : same dtype [B, S_max, D]
-        ``c_kv ‖ k_rope``; tree row i's own row is ``prefix_lens[b] + i``. Any strides.
+        ``c_kv ‖ k_rope``; tree row i's own row is ``prefix_lens[b] + i``. Any strides;
+        for "mma" rows that start at multiples of 16 bytes.
     prefix_lens : int32 [B]
     visibility : uint32 [B, N, ceil(N/32)]
         A row without any bit is padding and sees nothing, not even the prefix.
@@ -739,11 +742,12 @@ def verify_attn(
         The model's softmax scale; not ``D ** -0.5``.
     d_latent : int
         Dc, at most D; the first Dc columns of a cache row are its value.
-    version : {"auto", "simple", "split"}
-        Which kernel; "auto" is "split".
+    version : {"auto", "simple", "split", "mma"}
+        Which kernel; "auto" is "split". "mma" takes bfloat16 with D = 576 and Dc = 512.
     n_splits : int, optional
-        Parts of the keys that blocks of the split version work on side by side; if
-        omitted, as many as keep the card busy at a prefix that fills the cache.
+        Parts of the keys that blocks of one row tile work on side by side ("simple" has
+        none); if omitted, as many as keep the card busy at a prefix that fills the
+        cache.
     executor : {"gpu", "emulator", "numpy"}, optional
 
     Returns
@@ -784,6 +788,8 @@ def verify_attn(
         raise ValueError(
             f"q has strides {q.strides}; expected C-contiguous (or version='simple')"
         )
+    if version == "mma":
+        verify_attn_mma.check(q, kv_cache, d_latent)
     if not at.on_device:
         _check_fit(prefix_lens, visibility, kv_cache.shape[1])
     if at.executor == "numpy":
@@ -795,6 +801,8 @@ def verify_attn(
     lse = at.empty((batch, n, heads), np.float32)
     if version == "simple":
         _run_simple(at, inputs, sm_scale, out, lse)
+    elif version == "mma":
+        _run_mma(at, inputs, sm_scale, n_splits, out, lse)
     else:
         _run_split(at, inputs, sm_scale, n_splits, out, lse)
     return at.give(out), at.give(lse)
@@ -863,9 +871,7 @@ def _run_split(
     if n_splits is None:
         n_splits = choose_splits(blocks, kv_cache.shape[1], _multiprocessors(at))
     whole = -(-d_latent // 4) * 4  # sums are stored four at a time
-    accs = at.empty((n_splits, batch, packed, whole), np.float32)
-    tops = at.empty((n_splits, batch, packed), np.float32)
-    totals = at.empty((n_splits, batch, packed), np.float32)
+    partials = _partials(at, n_splits, batch, packed, whole)
     at.launch(
         split_kernel,
         blocks * n_splits,
@@ -875,18 +881,63 @@ def _run_split(
         prefix_lens,
         visibility,
         *_scale_pair(sm_scale),
-        _in_fours(q) and _in_fours(kv_cache),
-        accs,
-        tops,
-        totals,
+        rows_start_at(4, q) and rows_start_at(4, kv_cache),
+        *partials,
     )
+    _merge(at, partials, out, lse)
+
+
+def _run_mma(
+    at: Place,
+    inputs: list,
+    sm_scale: float,
+    n_splits: int | None,
+    out: Any,
+    lse: Any,
+) -> None:
+    q, kv_cache, prefix_lens, visibility = inputs
+    batch, n, heads, d = q.shape
+    packed = n * heads
+    form = verify_attn_mma.form_for(at)
+    blocks = batch * -(-packed // verify_attn_mma.ROWS)
+    if n_splits is None:
+        n_splits = choose_splits(
+            blocks,
+            kv_cache.shape[1],
+            _multiprocessors(at),
+            keys=form.keys,
+            merge_cost=verify_attn_mma.MERGE_COST,
+        )
+    partials = _partials(at, n_splits, batch, packed, out.shape[3])
+    at.launch(
+        verify_attn_mma.make_kernel(form),
+        blocks * n_splits,
+        verify_attn_mma.THREADS,
+        q.reshape(batch, packed, d),
+        kv_cache,
+        prefix_lens,
+        visibility,
+        _scale_pair(sm_scale)[0],
+        *partials,
+        dynamic_shared=form.dynamic_shared,
+    )
+    _merge(at, partials, out, lse)
+
+
+def _partials(at: Place, splits: int, batch: int, packed: int, columns: int) -> tuple:
+    """Room for accs, tops and totals of every split."""
+    shape = (splits, batch, packed)
+    return tuple(at.empty(s, np.float32) for s in ((*shape, columns), shape, shape))
+
+
+def _merge(at: Place, partials: tuple, out: Any, lse: Any) -> None:
+    batch, n, heads, d_latent = out.shape
+    packed = n * heads
     at.launch(
         merge_kernel,
-        batch * packed * panels,
+        batch * packed * -(-d_latent // WIDTH),
         MERGE_THREADS,
-        accs,
-        tops,
-        totals,
+        *partials,
         out.reshape(batch, packed, d_latent),
         lse.reshape(batch, packed),
     )
@@ -899,27 +950,39 @@ def _multiprocessors(at: Place) -> int:
     return cuda.get_current_device().MULTIPROCESSOR_COUNT
 
 
-def _in_fours(x: Any) -> bool:
-    """Whether rows of x can be read four elements at a time."""
+def rows_start_at(n: int, x: Any) -> bool:
+    """Whether rows of x are contiguous and start at multiples of n elements."""
     if isinstance(x, np.ndarray):
         address = x.ctypes.data
     else:
         address = x.__cuda_array_interface__["data"][0]
     size = x.dtype.itemsize
     steps = (address, *x.strides[:-1], x.shape[-1] * size)
-    return x.strides[-1] == size and not any(n % (4 * size) for n in steps)
+    return x.strides[-1] == size and not any(step % (n * size) for step in steps)
 
 
-def choose_splits(blocks: int, room: int, processors: int) -> int:
+def choose_splits(
+    blocks: int,
+    room: int,
+    processors: int,
+    *,
+    keys: int = KEYS,
+    merge_cost: float = 0.02,
+) -> int:
     """How many splits of up to `room` keys end soonest, with a block a multiprocessor.
 
-    Time is counted in tiles: rounds of blocks, each as long as a split and one tile for
-    a block's start and end; and what it costs to merge a split.
+    Time is counted in tiles of `keys`: rounds of blocks, each as long as a split and
+    one tile for a block's start and end; and `merge_cost`, what it costs to merge a
+    split.
     """
-    tiles = -(-room // KEYS)
+    tiles = -(-room // keys)
 
     def cost(splits: int) -> float:
         rounds = -(-blocks * splits // processors)
-        return rounds * (-(-tiles // splits) + 1) + 0.02 * splits
+        return rounds * (-(-tiles // splits) + 1) + merge_cost * splits
 
     return min(range(1, max(tiles, 1) + 1), key=cost)
+
+
+# It takes its pieces from this module.
+from ddtree_numba.kernels import verify_attn_mma  # noqa: E402
