@@ -74,7 +74,8 @@ class Race:
         Of the two accesses, the earlier line first. `lanes` count through the block; a
         phase is what lies between two block barriers.
     count : int
-        Places (element and phase) that race in this way: same array, kinds and lines.
+        Places (element, block and phase) that race in this way: same array, kinds and
+        lines.
     """
 
     kernel: str
@@ -96,7 +97,7 @@ class Race:
 
     def __str__(self) -> str:
         index = ", ".join(map(str, self.index))
-        also = f" (and {self.count - 1} more places)" if self.count > 1 else ""
+        also = f" (and {self.count - 1} more like it)" if self.count > 1 else ""
         lines = [f"race in {self.kernel} on {self.space} {self.array}[{index}]{also}"]
         for n in (0, 1):
             where = source_line(self.filenames[n], self.linenos[n])
