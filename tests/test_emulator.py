@@ -425,11 +425,21 @@ def test_float_atomics_round_to_float32_and_nan_never_wins():
     assert np.isnan(x[2])
 
 
-def test_a_lock_held_by_another_lane_is_waited_for():
+LOCKS = {
+    "cas": lambda lock: cuda.atomic.cas(lock, 0, 0, 1),
+    "compare_and_swap": lambda lock: cuda.atomic.compare_and_swap(lock, 0, 1),
+    "exch": lambda lock: cuda.atomic.exch(lock, 0, 1),
+}
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_a_lock_held_by_another_lane_is_waited_for(name):
+    take = LOCKS[name]
+
     @cuda.jit
     def kernel(lock, total):
-        while cuda.atomic.cas(lock, 0, 0, 1) != 0:
-            cuda.nanosleep(100)
+        while take(lock) != 0:
+            pass
         value = total[0]
         cuda.nanosleep(100)
         total[0] = value + 1
@@ -1023,3 +1033,21 @@ def test_an_untraced_report_does_not_claim_that_there_are_no_races():
     for name in ("races", "counts", "accesses"):
         with pytest.raises(EmulatorError, match="trace=True"):
             getattr(report, name)
+
+
+def test_records_are_refused_and_their_fields_taken():
+    @cuda.jit
+    def kernel(x):
+        x[cuda.threadIdx.x] += 1
+
+    points = np.zeros(3, [("x", np.float32), ("n", np.int32)])
+    with pytest.raises(UnsupportedError, match=r"records.*x\['x'\]"):
+        emulate(kernel, 1, 3, points)
+    emulate(kernel, 1, 3, points["n"])
+    assert points["n"].tolist() == [1, 1, 1]
+    assert points["x"].tolist() == [0, 0, 0]
+
+
+def test_arrays_of_anything_but_numbers_are_refused():
+    with pytest.raises(UnsupportedError, match="x: expected an array of numbers"):
+        emulate(lambda x: None, 1, 1, np.array(["a"]))

@@ -5,6 +5,7 @@ line that the report must name.
 """
 
 import inspect
+import math
 
 import numpy as np
 import pytest
@@ -146,6 +147,47 @@ def test_a_float_is_no_index():
 
     with pytest.raises(UnsupportedError, match=r"x\[1.0\]"):
         emulate(kernel, 1, 1, np.zeros(2))
+
+
+USES_OF_A_ROW = {
+    "sum": lambda row: row + 1,
+    "product with a NumPy scalar": lambda row: np.float32(2) * row,
+    "comparison": lambda row: 1 if row > 0 else 0,
+    "equality": lambda row: 1 if row == 0 else 0,
+    "condition": lambda row: 1 if row else 0,
+    "cast": lambda row: float32(row),
+    "function": lambda row: math.exp(row),
+    "element": lambda row: row,
+}
+
+
+@pytest.mark.parametrize("use", USES_OF_A_ROW.values(), ids=USES_OF_A_ROW)
+def test_a_forgotten_index_is_named_as_such(use):
+    @cuda.jit
+    def kernel(x, out):
+        out[0] = use(x[0])
+
+    with pytest.raises(UnsupportedError, match=r"x: an array of shape \(3,\) where"):
+        emulate(kernel, 1, 1, np.ones((2, 3), np.float32), np.zeros(1))
+
+
+def test_an_atomic_with_too_few_indices():
+    @cuda.jit
+    def kernel(x):
+        cuda.atomic.add(x, 0, 1)
+
+    with pytest.raises(UnsupportedError, match=r"x: an array of shape \(3,\) where"):
+        emulate(kernel, 1, 1, np.ones((2, 3), np.float32))
+
+
+def test_dynamic_shared_memory_that_the_launch_does_not_give():
+    @cuda.jit
+    def kernel():
+        s = cuda.shared.array(0, float32)
+        s[0] = 1
+
+    with pytest.raises(OutOfBoundsError, match="gives no dynamic shared memory"):
+        emulate(kernel, 1, 1)
 
 
 # -- memory that nothing was written to -----------------------------------------------
@@ -364,13 +406,23 @@ def test_a_mask_that_does_not_name_its_caller():
     assert caught.value.place.lane == 16
 
 
-def test_a_lock_that_nobody_frees():
+LOCKS = {
+    "cas": lambda lock: cuda.atomic.cas(lock, 0, 0, 1),
+    "compare_and_swap": lambda lock: cuda.atomic.compare_and_swap(lock, 0, 1),
+    "exch": lambda lock: cuda.atomic.exch(lock, 0, 1),
+}
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_a_lock_that_nobody_frees(name):
+    take = LOCKS[name]
+
     @cuda.jit
     def kernel(lock):
-        while cuda.atomic.cas(lock, 0, 0, 1) != 0:
+        while take(lock) != 0:
             pass
 
-    with pytest.raises(DeadlockError, match="spin"):
+    with pytest.raises(DeadlockError, match=f"spin(.|\n)*wait at atomic.{name}"):
         emulate(kernel, 1, 2, np.zeros(1, np.int32))
 
 

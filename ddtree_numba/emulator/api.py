@@ -412,7 +412,8 @@ class _Atomic:
         )
 
     def exch(self, array: Cells, index: Any, value: Any) -> Any:
-        return array.update(index, lambda old: value, _getframe(1))
+        old = array.update(index, lambda old: value, _getframe(1))
+        return self._tried("atomic.exch", old, old != value)
 
     def max(self, array: Cells, index: Any, value: Any) -> Any:
         return array.update(
@@ -440,12 +441,17 @@ class _Atomic:
         found = array.update(
             index, lambda now: value if now == old else now, _getframe(1)
         )
-        if found != old:  # a lock taken by another lane: let that lane go on
-            self._hub.rendezvous("spin", "atomic.cas")
-        return found
+        return self._tried("atomic.cas", found, found == old)
 
     def compare_and_swap(self, array: Cells, old: Any, value: Any) -> Any:
-        return array.update(0, lambda now: value if now == old else now, _getframe(1))
+        found = array.update(0, lambda now: value if now == old else now, _getframe(1))
+        return self._tried("atomic.compare_and_swap", found, found == old)
+
+    def _tried(self, name: str, found: Any, changed: bool) -> Any:
+        """What was `found`; if it stays, perhaps a taken lock: let its holder run."""
+        if not changed:
+            self._hub.rendezvous("spin", name)
+        return found
 
 
 class _Libdevice:

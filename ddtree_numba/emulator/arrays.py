@@ -84,6 +84,18 @@ def _allocation(data: np.ndarray) -> int:
     return _address(data)
 
 
+def _check_dtype(name: str, dtype: np.dtype) -> None:
+    if dtype.names:
+        raise UnsupportedError(
+            f"{name}: records are not emulated; give the kernel their fields as "
+            f"arrays, {name}[{dtype.names[0]!r}] and so on"
+        )
+    if dtype.kind not in "biufc":
+        raise UnsupportedError(f"{name}: expected an array of numbers, got {dtype}")
+    if not dtype.isnative:
+        raise LaunchError(f"{name}: dtype {dtype} has a foreign byte order")
+
+
 class Array:
     """The description of a named piece of memory.
 
@@ -109,10 +121,9 @@ class Array:
     def __init__(
         self, name: str, space: str, data: np.ndarray, recorder: Recorder | None
     ) -> None:
+        _check_dtype(name, data.dtype)
         if any(step % data.itemsize for step in data.strides):
             raise LaunchError(f"{name}: strides {data.strides} split an element")
-        if not data.dtype.isnative:
-            raise LaunchError(f"{name}: dtype {data.dtype} has a foreign byte order")
         self.name = name
         self.space = space
         self.address = _address(data)
@@ -233,9 +244,11 @@ class Cells:
                     f"not {type(part).__name__}"
                 )
             if not 0 <= part < size:
+                why = " (negative indices count as outside)" if part < 0 else ""
+                if self.array.space == "shared" and self.array.shape == (0,):
+                    why = ": the launch gives no dynamic shared memory (dynamic_shared)"
                 raise OutOfBoundsError(
-                    f"{self._called(index)} is outside shape {self.shape}"
-                    + (" (negative indices count as outside)" if part < 0 else "")
+                    f"{self._called(index)} is outside shape {self.shape}{why}"
                 )
         if len(parts) == len(self.shape) and not any(
             isinstance(part, slice) for part in parts
@@ -304,7 +317,7 @@ class Cells:
         if not self.data.flags.writeable:
             raise UnsupportedError(f"{self.array.name} is read-only")
         if isinstance(value, Cells):
-            raise UnsupportedError(f"{self._called(where)} = an array")
+            value._as_number()
         try:
             self.data[where] = CASTS[self.data.dtype.name](value)
         except KeyError:
@@ -314,10 +327,30 @@ class Cells:
         """Replace an element by `new(old)` as one atomic step; returns the old one."""
         old = self.load(index, frame, ATOMIC)
         if isinstance(old, Cells):
-            raise UnsupportedError(f"{self._called(index)}: an atomic needs an element")
+            old._as_number()
         where = self._resolve(index)
         self._put(where, new(old))
         return old
+
+    # -- not as a number --------------------------------------------------------------
+
+    def _as_number(self, *_: Any) -> Any:
+        """What arithmetic, comparisons and the like do with an array: refuse it."""
+        raise UnsupportedError(
+            f"{self.array.name}: an array of shape {self.shape} where a number is "
+            "needed; a kernel computes with elements"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _as_number
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _as_number
+    __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _as_number
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _as_number
+    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __invert__ = _as_number
+    __neg__ = __pos__ = __abs__ = _as_number
+    __bool__ = __float__ = __int__ = __index__ = _as_number
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _as_number
+    __hash__ = object.__hash__
+    __array_ufunc__ = None  # a NumPy scalar leaves its operators to those above
 
     # -- as a NumPy array -------------------------------------------------------------
 
@@ -386,6 +419,8 @@ class Cells:
         return open_array(old.name, old.space, data, written, old.recorder)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__array_"):  # NumPy tries to make a number of it
+            self._as_number()
         raise UnsupportedError(f"{self.array.name}.{name}: no such attribute here")
 
 
