@@ -44,8 +44,8 @@ def bf16_case(seed, n, heads, prefix_lens, **options):
 
 
 def attend(executor, case, **options):
-    options = {"version": "mma", "executor": executor} | options
-    return verify_attn(*case, sm_scale=SCALE, d_latent=512, **options)
+    options = {"version": "mma", "executor": executor, "d_latent": 512} | options
+    return verify_attn(*case, sm_scale=SCALE, **options)
 
 
 def sizes(q, cache, *rest):
@@ -108,7 +108,7 @@ def test_a_padding_row_sees_nothing_not_even_the_prefix(kernel_executor, use_for
     assert_close((out, lse), (q, cache, lens, visibility), slice(2))
 
 
-@pytest.mark.parametrize("element", [511, 575])
+@pytest.mark.parametrize("element", [510, 511, 575])
 def test_a_nan_reaches_only_the_rows_that_see_it(kernel_executor, element, use_form):
     use_form(SMALL)
     q, cache, lens, visibility = bf16_case(4, 5, 1, [3])
@@ -232,25 +232,31 @@ def test_a_strided_cache_is_read_in_place():
 # ---------------------------------------------------------------------------- bad input
 
 
-def test_what_this_version_cannot_do_is_refused_by_name():
-    q, cache, lens, visibility = bf16_case(10, 1, 1, [3])
+@pytest.mark.parametrize("executor", ["numpy", "emulator"])
+def test_what_this_version_does_not_compute_is_refused_by_name(executor):
+    q, cache, *tree = bf16_case(10, 1, 1, [3])
+    floats = bf16.to_float32(q), bf16.to_float32(cache), *tree
+    message = r"version 'mma' and q has dtype float32; expected uint16 \(bf16 bits\)"
+    with pytest.raises(TypeError, match=message):
+        attend(executor, floats)
+    narrow = q[..., :520].copy(), cache[..., :520].copy(), *tree
+    message = "version 'mma' and D is 520, d_latent is 512; expected 576 and 512"
+    with pytest.raises(ValueError, match=message):
+        attend(executor, narrow)
+    with pytest.raises(ValueError, match="D is 576, d_latent is 256"):
+        attend(executor, (q, cache, *tree), d_latent=256)
+    # auto takes them all.
+    attend(executor, (q, cache, *tree), d_latent=256, version="auto")
 
-    def refuse(error, message, q=q, cache=cache, d_latent=512):
-        with pytest.raises(error, match=f"version 'mma'.*{message}"):
-            verify_attn(
-                q, cache, lens, visibility,
-                sm_scale=SCALE, d_latent=d_latent, version="mma",
-            )  # fmt: skip
 
-    floats = bf16.to_float32(q), bf16.to_float32(cache)
-    refuse(TypeError, r"q has dtype float32; expected uint16 \(bf16 bits\)", *floats)
-    narrow = q[..., :520].copy(), cache[..., :520].copy()
-    refuse(ValueError, "D is 520, d_latent is 512; expected 576 and 512", *narrow)
-    refuse(ValueError, "D is 576, d_latent is 256", d_latent=256)
-    wide = np.zeros((*cache.shape[:2], 584), np.uint16)
-    shifted = wide.reshape(-1)[1:-7].reshape(-1)[: cache.size].reshape(cache.shape)
-    refuse(ValueError, "kv_cache has strides .*; expected contiguous", cache=shifted)
-    refuse(ValueError, "kv_cache has strides", cache=np.repeat(cache, 2, 2)[..., ::2])
+def test_rows_that_cannot_be_copied_in_pieces_are_refused():
+    q, cache, *tree = bf16_case(10, 1, 1, [3])
+    wide = np.zeros((*cache.shape[:2], 577), np.uint16)
+    doubled = np.repeat(cache, 2, axis=2)
+    for view in (wide[..., 1:], doubled[..., ::2]):
+        message = "version 'mma' and kv_cache has strides .*; expected contiguous rows"
+        with pytest.raises(ValueError, match=message):
+            attend("emulator", (q, view, *tree))
 
 
 # ---------------------------------------------------------------------------------- PTX

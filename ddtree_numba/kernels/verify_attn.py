@@ -789,7 +789,7 @@ def verify_attn(
             f"q has strides {q.strides}; expected C-contiguous (or version='simple')"
         )
     if version == "mma":
-        verify_attn_mma.check(q, kv_cache, d_latent)
+        verify_attn_mma.check_kind(q, d_latent)
     if not at.on_device:
         _check_fit(prefix_lens, visibility, kv_cache.shape[1])
     if at.executor == "numpy":
@@ -898,6 +898,8 @@ def _run_mma(
     q, kv_cache, prefix_lens, visibility = inputs
     batch, n, heads, d = q.shape
     packed = n * heads
+    q = q.reshape(batch, packed, d)
+    verify_attn_mma.check_rows(q=q, kv_cache=kv_cache)
     form = verify_attn_mma.form_for(at)
     blocks = batch * -(-packed // verify_attn_mma.ROWS)
     if n_splits is None:
@@ -913,7 +915,7 @@ def _run_mma(
         verify_attn_mma.make_kernel(form),
         blocks * n_splits,
         verify_attn_mma.THREADS,
-        q.reshape(batch, packed, d),
+        q,
         kv_cache,
         prefix_lens,
         visibility,

@@ -475,7 +475,6 @@ def make_kernel(form: Form) -> Any:
 
         cp_async_wait_group(0)  # a split without keys still has its queries on the way
         store_sums(sums, row0, warp, lane, accs[split, b])
-        cuda.syncthreads()  # all are done with the maxima
         store_tops(
             visibility,
             b,
@@ -497,8 +496,8 @@ def make_kernel(form: Form) -> Any:
 # --------------------------------------------------------------------------------- host
 
 
-def check(q: Any, kv_cache: Any, d_latent: int) -> None:
-    """Raise TypeError or ValueError for arrays that this version cannot read."""
+def check_kind(q: Any, d_latent: int) -> None:
+    """Raise TypeError or ValueError for what this version does not compute."""
     if q.dtype != np.uint16:
         raise TypeError(
             f"version 'mma' and q has dtype {q.dtype}; expected uint16 (bf16 bits)"
@@ -508,7 +507,11 @@ def check(q: Any, kv_cache: Any, d_latent: int) -> None:
             f"version 'mma' and D is {q.shape[3]}, d_latent is {d_latent}; expected "
             f"{D} and {D_LATENT}"
         )
-    for name, x in (("q", q), ("kv_cache", kv_cache)):
+
+
+def check_rows(**arrays: Any) -> None:
+    """Raise ValueError for arrays whose rows cannot be copied in pieces of 16 bytes."""
+    for name, x in arrays.items():
         if not rows_start_at(8, x):
             raise ValueError(
                 f"version 'mma' and {name} has strides {x.strides}; expected "
