@@ -149,6 +149,16 @@ def test_a_float_is_no_index():
         emulate(kernel, 1, 1, np.zeros(2))
 
 
+def test_an_index_outside_a_view_is_not_taken_for_one_of_its_array():
+    @cuda.jit
+    def kernel(x):
+        part = x[4:8]
+        part[4] = 1
+
+    with pytest.raises(OutOfBoundsError, match=r"\(view of x\)\[4\].* shape \(4,\)"):
+        emulate(kernel, 1, 1, np.zeros(12))
+
+
 USES_OF_A_ROW = {
     "sum": lambda row: row + 1,
     "product with a NumPy scalar": lambda row: np.float32(2) * row,
@@ -256,9 +266,17 @@ def shared_of_the_last_block_kernel(x, out):
     out[i] = box[i]  # <-
 
 
+@cuda.jit
+def unwritten_row_kernel(x, out):
+    box = cuda.shared.array((2, 4), float32)
+    row = box[1]
+    out[0] = row[3]  # <-
+
+
 @pytest.mark.parametrize(
     ("kernel", "element", "lane"),
     [
+        (unwritten_row_kernel, "box[1, 3]", 0),
         (unwritten_shared_kernel, "box[32]", 31),
         (unwritten_local_kernel, "own[1, 0]", 0),
         (unwritten_dynamic_kernel, "words[0]", 0),

@@ -514,10 +514,17 @@ def rows_of_72_bytes_kernel(x, out):
     out[i, 0] = ldmatrix_x4(tile, (i, 0))[0]  # <-
 
 
+@cuda.jit
+def row_of_the_second_tile_kernel(x, out):
+    tiles = cuda.shared.array((2, 4, 8), uint16)
+    cp_async_16(tiles[1], (3, 0), x, (0, 0))  # <-
+
+
 @pytest.mark.parametrize(
     ("kernel", "element"),
     [
         (declared_without_alignment_kernel, "tile[0, 0:8]"),
+        (row_of_the_second_tile_kernel, "tiles[1, 3, 0:8]"),
         (misaligned_target_kernel, "tile[4:12]"),
         (misaligned_source_kernel, "x[0, 4:8]"),
         (rows_of_72_bytes_kernel, "tile[1, 0:8]"),

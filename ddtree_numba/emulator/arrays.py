@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ATOMIC", "IN_FLIGHT", "READ", "WRITE", "WRITTEN", "Array", "Cells", "Written",
-    "open_array", "poisoned",
+    "open_array", "poisoned", "unwritten",
 ]  # fmt: skip
 
 READ, WRITE, ATOMIC = 0, 1, 2
@@ -82,6 +82,14 @@ def _allocation(data: np.ndarray) -> int:
     while isinstance(data.base, np.ndarray):
         data = data.base
     return _address(data)
+
+
+def unwritten(name: str, space: str) -> str:
+    """The fault of a read that nothing was written for."""
+    text = f"{name}: {space} memory is read before anything was written to it"
+    if space == "shared":
+        text += " (or another lane writes it, and a barrier is missing)"
+    return text
 
 
 def _check_dtype(name: str, dtype: np.dtype) -> None:
@@ -264,24 +272,24 @@ class Cells:
             return "..." if part is Ellipsis else str(part)
 
         parts = index if isinstance(index, tuple) else (index,)
-        return f"{self.array.name}[{', '.join(map(show, parts))}]"
+        name = self.array.name
+        if (self.shape, self.steps) != (self.array.shape, self.array.steps):
+            name = f"(view of {name})"  # whose indices are not the array's
+        return f"{name}[{', '.join(map(show, parts))}]"
 
     def _offset(self, index: tuple[int, ...]) -> int:
         return self.origin + sum(
             i * step for i, step in zip(index, self.steps, strict=True)
         )
 
-    def _unreadable(self, index: Any, offset: int) -> EmulatorError:
+    def _unreadable(self, offset: int) -> EmulatorError:
         address = self.array.address + offset * self.itemsize
+        where = ", ".join(map(str, self.array.index_of(offset)))
+        name = f"{self.array.name}[{where}]"
         copy = getattr(self.words.obj, "in_flight", {}).get(address // 16)
         if copy is not None:
-            return InFlightError(
-                f"{self._called(index)}: read while {copy} is on its way there"
-            )
-        return UninitialisedReadError(
-            f"{self._called(index)}: {self.array.space} memory is read before anything "
-            "was written to it"
-        )
+            return InFlightError(f"{name}: read while {copy} is on its way there")
+        return UninitialisedReadError(unwritten(name, self.array.space))
 
     def load(self, index: Any, frame: FrameType, kind: int = READ) -> Any:
         """An element or a view, whatever `index` is; `frame` is the kernel's."""
@@ -292,7 +300,7 @@ class Cells:
         if self.log is not None:
             self.log((self.read_tag + kind, offset, frame.f_lasti, frame.f_code))
         if self.words is not None and self.words[offset] != self.store_word:
-            raise self._unreadable(index, offset)
+            raise self._unreadable(offset)
         return self.cells[where]
 
     def store(self, index: Any, value: Any, frame: FrameType) -> None:

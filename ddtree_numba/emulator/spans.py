@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import IN_FLIGHT, READ, WRITE, WRITTEN, Array, Cells
+from .arrays import IN_FLIGHT, READ, WRITE, WRITTEN, Array, Cells, unwritten
 from .errors import (
     InFlightError,
     MisalignedError,
@@ -79,9 +79,9 @@ class Span:
         size = cells.itemsize
         *row, first = where
         end = first + -(-nbytes // size)
-        before = "".join(f"{part}, " for part in row)
-        self.name = f"{self.array.name}[{before}{first}:{end}]"
-        self.address = self.array.address + cells._offset(where) * size
+        offset = cells._offset(where)
+        self.name = _name(self.array, offset, end - first)
+        self.address = self.array.address + offset * size
         if past := self.address % alignment:
             raise MisalignedError(
                 f"{self.name}: {instruction} needs an address that is a multiple of "
@@ -104,10 +104,7 @@ class Span:
         if self.written is None or self.written == WRITTEN * len(self.written):
             return
         self.check_at_rest("read")
-        raise UninitialisedReadError(
-            f"{self.name}: {self.array.space} memory is read before anything was "
-            "written to it"
-        )
+        raise UninitialisedReadError(unwritten(self.name, self.array.space))
 
     def check_at_rest(self, what: str) -> None:
         """Raise if a copy is on its way to any of the bytes."""
@@ -151,6 +148,13 @@ class Span:
         self.bytes[:] = new
         if self.written is not None:
             self.written[:] = WRITTEN * len(self.written)
+
+
+def _name(array: Array, offset: int, count: int) -> str:
+    """`count` elements of a row as the whole array counts them, not a view of it."""
+    *row, first = array.index_of(offset)
+    before = "".join(f"{part}, " for part in row)
+    return f"{array.name}[{before}{first}:{first + count}]"
 
 
 def _advice(array: Array) -> str:
