@@ -20,12 +20,13 @@ What is emulated
   `nanosleep`; vector types; device functions, closures, plain functions that have a
   numba `overload`; the scalar functions of `math` and NumPy and the common ones of
   `cuda.libdevice` and `cuda.fp16`. Any other name (`cuda.cg`, `cuda.bf16`, random
-  numbers) raises `UnsupportedError`.
+  numbers) and arrays of records raise `UnsupportedError`.
 - Arithmetic: float32 is rounded after every operation, overflows to inf and divides by
   zero without a warning; `max` and `min` of two floats pass over NaN. Integers are
   Python ints between two stores and wrap when they are stored or cast: numba computes
   them in 64 bits, NumPy would wrap at 32. Floats become integers as PTX converts them:
-  saturated. Ballots and matches are int32, as numba types them.
+  saturated. Ballots and matches are int32, as numba types them. A shuffle from a lane
+  that takes no part gives NaN, or 2147319805: undefined, and easy to see.
 - A kernel's own intrinsics, by the `emulation` that they bring: tensor cores, copies
   that arrive later (`ddtree_numba.kernels.ptx`). A copy arrives at the wait and not
   before; it counts as one read and as two writes, at the request and at the wait.
@@ -69,10 +70,14 @@ What a clean run does not establish
   GPU's, and above all the `fast_` ones, are not. The compiler fuses ``a * b + c``.
   Float atomics add in one fixed order.
 - The width of small integers: `clz` and `brev` of an int64 below 2**32 need a cast.
+- Integers beyond 64 bits: the GPU wraps after every operation. A hash that multiplies
+  and then shifts right or compares needs ``h = int64(h * prime)``.
 - Speed, register use, caches. `memory` counts what the source asks for: the compiler
   keeps values in registers and may join loads.
 - Memory ordering: writes are visible at once. Patterns that order blocks or lanes by
-  fences and flags run, but a trace calls them races.
+  fences and flags run, but a trace calls them races. A loop that waits for another
+  lane must let it run: by `cas`, `compare_and_swap` or `exch`, or `nanosleep`. A loop
+  that only reads a flag runs for ever here (and perhaps there: a load may be hoisted).
 - Other inputs: only what ran was seen.
 
 Beside other tools
