@@ -3,6 +3,7 @@
 import math
 import sys
 import warnings
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -452,6 +453,20 @@ def test_a_lock_held_by_another_lane_is_waited_for(name):
 
 
 # -- scalars --------------------------------------------------------------------------
+
+
+def test_uint64_meets_cast_integers_as_in_numba():
+    @cuda.jit
+    def kernel(x, out):
+        big = x[0]
+        out[0] = big + uint32(3)
+        out[1] = uint32(3) * big
+        out[2] = big ^ int32(-1)
+        out[3] = big << uint8(4)
+
+    x, out = np.array([2**64 - 2], np.uint64), np.zeros(4, np.uint64)
+    emulate(kernel, 1, 1, x, out)
+    assert out.tolist() == [1, 2**64 - 6, 1, 2**64 - 32]
 
 
 def test_bit_functions():
@@ -1051,3 +1066,26 @@ def test_records_are_refused_and_their_fields_taken():
 def test_arrays_of_anything_but_numbers_are_refused():
     with pytest.raises(UnsupportedError, match="x: expected an array of numbers"):
         emulate(lambda x: None, 1, 1, np.array(["a"]))
+
+
+def test_a_named_tuple_keeps_its_names():
+    class Layer(NamedTuple):
+        scale: float
+        x: np.ndarray
+
+    @cuda.jit
+    def kernel(layer, out):
+        i = cuda.grid(1)
+        out[i] = layer.x[i] * layer.scale + layer[0]
+
+    x, out = np.arange(4.0), np.zeros(4)
+    emulate(kernel, 1, 4, Layer(2.0, x), out)
+    assert out.tolist() == [2, 4, 6, 8]
+
+
+def test_a_fault_in_a_named_tuple_names_its_field():
+    class Layer(NamedTuple):
+        x: np.ndarray
+
+    with pytest.raises(EmulatorError, match=r"layer\.x\[3\]"):
+        emulate(lambda layer: layer.x[3], 1, 1, Layer(np.zeros(3)))

@@ -139,9 +139,14 @@ def _argument(name: str, value: Any, recorder: Recorder | None) -> Any:
     if isinstance(value, np.ndarray):
         return open_array(name, "global", value, recorder=recorder)
     if isinstance(value, tuple):
-        return tuple(
-            _argument(f"{name}[{n}]", part, recorder) for n, part in enumerate(value)
-        )
+        fields = getattr(value, "_fields", None)
+        names = [f".{field}" for field in fields or ()]
+        names = names or [f"[{n}]" for n in range(len(value))]
+        parts = [
+            _argument(name + part, each, recorder)
+            for part, each in zip(names, value, strict=True)
+        ]
+        return type(value)(*parts) if fields else tuple(parts)
     if isinstance(value, np.generic):
         return CASTS[value.dtype.name](value)
     if isinstance(value, float):

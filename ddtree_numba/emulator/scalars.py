@@ -26,6 +26,9 @@ __all__ = [
 
 _ONE32 = np.float32(1)
 _FLOAT32, _FLOAT16 = np.float32, np.float16
+_BITWISE = {
+    np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.right_shift
+}  # fmt: skip
 
 
 def as_dtype(kind: Any) -> np.dtype:
@@ -62,6 +65,19 @@ class TypedInt(int):
         """The same bits as another scalar type of that size."""
         target = as_dtype(kind)
         return CASTS[target.name](np.array(self, self.dtype).view(target)[()])
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *operands: Any) -> Any:
+        """An operation with a NumPy scalar, of which `uint64` stays what it is."""
+        wide = any(isinstance(x, np.uint64) for x in operands)
+
+        def plain(x: Any) -> Any:
+            if not isinstance(x, TypedInt):
+                return x
+            if wide and (x.dtype.kind == "u" or ufunc in _BITWISE):
+                return CASTS["uint64"](x)
+            return np.int64(x)  # beside uint64 numba makes float64 of it, as NumPy
+
+        return getattr(ufunc, method)(*map(plain, operands))
 
 
 def _integer_cast(dtype: np.dtype) -> Callable[[Any], Any]:
