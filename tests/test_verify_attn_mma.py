@@ -272,6 +272,8 @@ def test_the_kernel_is_made_of_the_instructions_meant(form, card):
     ptx = backend.compile_ptx(make_kernel(form), signature, compute_capability=card)
     # No stack: 128 sums, and the scores, are in registers.
     assert ".f64" not in ptx and ".local" not in ptx
+    # Copies and swizzle count from the start of a line of all banks.
+    assert re.findall(r"extern \.shared \.align (\d+)", ptx) == ["128", "128"]
     found = re.findall(r"begin inline asm\n\s*([\w.:]+)", ptx)
     count = {name: found.count(name) for name in set(found)}
     parts = form.keys // 16

@@ -118,7 +118,7 @@ def place(row, group, column):
 def weight_place(row, key, keys):
     """Where in its row of the weights [ROWS, keys] a key's weight stands.
 
-    8 / chunks of these shorter rows fill the 32 banks once, and share a swizzle.
+    Of these shorter rows 64 / keys fill the 32 banks once, and share a swizzle.
     """
     return key ^ ((row & 7) * keys >> 6) << 3
 
@@ -380,8 +380,8 @@ def make_kernel(form: Form) -> Any:
         tops,  # out [P, B, R] f32, base 2
         totals,  # out [P, B, R] f32
     ):
-        shared = cuda.shared.array(0, np.uint16)  # dynamic: queries and tiles
-        words = cuda.shared.array(0, np.uint32)  # the same bytes
+        shared = cuda.shared.array(0, np.uint16, alignment=128)  # queries and tiles
+        words = cuda.shared.array(0, np.uint32, alignment=128)  # the same bytes
         weights = cuda.shared.array((ROWS, pairs), np.uint32, alignment=16)  # bf16
         maxima = cuda.shared.array((2, ROWS), np.float32)
         shrinks = cuda.shared.array(ROWS, np.float32)
