@@ -610,8 +610,7 @@ def access_figure(
         Reads and writes apart; a row a phase for one dimension, else a panel a phase. A
         cell's shade is the lowest lane that touched it; it names that lane, or counts
         the lanes. Races are ringed. Shown are the first `MOST_PHASES` phases with an
-        access, and of the elements touched the first `MOST_ROWS` × `MOST_COLUMNS`. An
-        access of several elements at once stands at the first.
+        access, and of the elements touched the first `MOST_ROWS` × `MOST_COLUMNS`.
 
     Raises
     ------
@@ -626,6 +625,9 @@ def access_figure(
     block, rows = _of_block(table, block)
     if not len(rows):
         raise ValueError(f"block is {block}; expected one that accesses {array}")
+    writes = int((rows["kind"] != "read").sum())
+    reads = len(rows) - writes
+    rows = _each_element(rows)
     cells = _cells(rows)
     flat = cells["row"].nunique() <= 1
     phases = sorted(set(cells["phase"]))[: MOST_ROWS if flat else MOST_PHASES]
@@ -639,17 +641,31 @@ def access_figure(
     figure.suptitle(title, fontsize=11)
     width, height = figure.get_size_inches()
     figure.set_size_inches(max(width, 0.09 * len(title)), height)
-    writes = int((rows["kind"] != "read").sum())
+    if shown["race"].any():
+        rings = figure.axes[0].collections
+        figure.legend(handles=rings, loc="outside lower center", frameon=False)
     raced = rows.loc[rows["race"], "index"].nunique()
     alt_text = (
         f"Accesses of block {block} of {report.kernel} to {array}: "
-        f"{len(rows) - writes} reads and {writes} writes of "
+        f"{reads} reads and {writes} writes of "
         f"{rows['index'].nunique()} elements in {rows['phase'].nunique()} phases; "
         f"{raced or 'no'} elements are raced for."
     )
     if len(shown) < len(rows):
         alt_text += f" {len(rows) - len(shown)} accesses lie outside the picture."
     return figure, alt_text
+
+
+def _each_element(rows: pd.DataFrame) -> pd.DataFrame:
+    """The accesses, a row for each element that a wide one takes."""
+    counts = rows["elements"].to_numpy()
+    each = rows.loc[rows.index.repeat(counts)].reset_index(drop=True)
+    nth = np.arange(len(each)) - np.repeat(np.cumsum(counts) - counts, counts)
+    each["index"] = [
+        (*index[:-1], index[-1] + n) if n else index
+        for index, n in zip(each["index"], nth, strict=True)
+    ]
+    return each
 
 
 def _cells(rows: pd.DataFrame) -> pd.DataFrame:
@@ -679,6 +695,7 @@ def _draw_maps(
     kinds = sorted(set(cells["write"]))
     grid = (len(kinds), 1) if flat else (len(phases), len(kinds))
     cell = 0.27 if flat or max(shape) <= 32 else 0.15
+    numbers = cell > 0.2
     figure = Figure(
         figsize=(
             max(2.4, 0.8 + cell * shape[1]) * grid[1] + 1.0,
@@ -698,13 +715,16 @@ def _draw_maps(
             here = here[here["phase"] == phase]
             title = f"phase {phase}: {title if len(here) else 'no ' + title}"
         ax.set_title(title, fontsize=9)
-        image = _draw_map(ax, here, shape, n_lanes, numbers=cell > 0.2)
+        image = _draw_map(ax, here, shape, n_lanes, numbers)
         names = ("phase", "column_name") if flat else ("row_name", "column_name")
         _number_cells(ax, cells, names)
         if flat:
             ax.set_ylabel("phase", fontsize=8)
+            ax.set_xlabel("element", fontsize=8)
+    several = "n×: n lanes" if numbers else "dot: several"
+    label = f"lane ({several}; shade: the lowest)"
     figure.colorbar(
-        image, ax=axes.tolist(), label="lowest lane", aspect=25,
+        image, ax=axes.tolist(), label=label, aspect=25,
         ticks=MaxNLocator(integer=True),
     )  # fmt: skip
     return figure
@@ -814,8 +834,10 @@ def memory_figure(report: Report, kernel: Any) -> tuple[Figure, str]:
             top = tops[number - first]
             ax.axhspan(top - 0.5, top + bars[number] - 0.5, color="#F3F3F3", zorder=0)
     axes[0].set_ylim(heights.sum() - 0.3, -0.7)
-    figure.suptitle(f"{function.__name__}: memory requests of a warp", fontsize=11)
     elsewhere = int(memory.loc[~here, "requests"].sum())
+    title = f"{function.__name__}: memory requests of a warp, count × what: cost of one"
+    title += f" ({elsewhere} more in other functions)" if elsewhere else ""
+    figure.suptitle(title, fontsize=11)
     return figure, _describe_costs(function.__name__, costs, elsewhere)
 
 

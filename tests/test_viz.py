@@ -8,11 +8,16 @@ import pandas as pd
 import pytest
 import test_emulator_bugs as bugs
 from matplotlib.colors import to_hex
-from numba import cuda, float32
+from numba import cuda, float32, uint16
 from numpy.testing import assert_array_equal
 
 from ddtree_numba import reference, viz
 from ddtree_numba.emulator import emulate
+from ddtree_numba.kernels.ptx import (
+    cp_async_16,
+    cp_async_commit_group,
+    cp_async_wait_group,
+)
 from ddtree_numba.tree import DraftTree
 
 PARENTS = [-1, 0, 1, 0, 3]
@@ -317,7 +322,32 @@ def test_raced_elements_are_ringed_once_each():
     expected = {(column, row) for column in range(32) for row in (1, 2)}
     assert {tuple(at) for at in reads} == {tuple(at) for at in writes} == expected
     assert len(reads) == 64
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["race"]
     assert "32 elements are raced for" in alt_text
+
+
+def test_a_map_without_races_has_no_legend_for_them():
+    figure, _ = viz.access_figure(neighbours(), "box")
+    assert figure.legends == []
+
+
+@cuda.jit
+def copy_rows_kernel(x):
+    # x [lanes, 8] u16
+    tile = cuda.shared.array((4, 8), uint16, alignment=16)
+    i = cuda.threadIdx.x
+    cp_async_16(tile, (i, 0), x, (i, 0))
+    cp_async_commit_group()
+    cp_async_wait_group(0)
+
+
+def test_a_wide_access_covers_all_its_elements():
+    report = emulate(copy_rows_kernel, 1, 4, np.zeros((4, 8), np.uint16), trace=True)
+    assert set(report.accesses["elements"]) == {8}
+    figure, alt_text = viz.access_figure(report, "x")
+    lanes = figure.axes[0].images[0].get_array()
+    assert_array_equal(lanes, np.repeat(np.arange(4)[:, None], 8, axis=1))
+    assert "4 reads and 0 writes of 32 elements" in alt_text
 
 
 def test_races_between_blocks_are_ringed():
@@ -395,6 +425,7 @@ def test_a_device_function_has_a_picture_of_its_own():
     assert len(figure.axes) == 2, "no shared memory, no axes for it"
     assert [t.get_text() for t in figure.axes[1].texts] == ["1 × write out: 1"]
     assert "1 requests come from other functions" in alt_text
+    assert "1 more in other functions" in figure.get_suptitle()
     assert "No sectors could be saved" in alt_text
     figure, _ = viz.memory_figure(report, first_of)
     assert [t.get_text() for t in figure.axes[1].texts] == ["1 × read x: 1"]

@@ -119,8 +119,11 @@ class Array:
         Of the array; steps count elements.
     number : int
         In the trace; 0 without one.
+    width : int
+        Elements of an access.
     """
 
+    width = 1
     __slots__ = (
         "address", "allocation", "itemsize", "name", "number", "recorder", "shape",
         "space", "steps", "wide",

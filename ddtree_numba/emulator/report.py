@@ -88,7 +88,8 @@ class Report:
         """Every access, in the order of execution.
 
         Columns: block (x, y, z), phase (block barriers passed), lane (in the block),
-        array, space, index (tuple), kind ("read", "write", "atomic"), line.
+        array, space, index (tuple; the first element's), elements (more than one if a
+        wide instruction took them at once), kind ("read", "write", "atomic"), line.
         """
         import pandas as pd
 
@@ -96,6 +97,7 @@ class Report:
         table = trace.accesses()
         names = [array.name for array in trace.arrays]
         spaces = [array.space for array in trace.arrays]
+        widths = [array.width for array in trace.arrays]
         index = np.empty(len(table["lane"]), object)
         for number in np.unique(table["array"]):
             rows = np.flatnonzero(table["array"] == number)
@@ -115,6 +117,7 @@ class Report:
                 "array": np.array(names, object)[table["array"]],
                 "space": np.array(spaces, object)[table["array"]],
                 "index": index,
+                "elements": np.array(widths, int)[table["array"]],
                 "kind": np.array(list(KINDS.values()), object)[table["kind"]],
                 "line": lines,
             }

@@ -169,7 +169,7 @@ def _advice(array: Array) -> str:
 class _Wide(Array):
     """An array as a row of wide blocks, for the trace."""
 
-    __slots__ = ("of",)
+    __slots__ = ("of", "width")
 
     def __init__(self, array: Array, nbytes: int) -> None:
         assert array.recorder is not None
@@ -178,6 +178,7 @@ class _Wide(Array):
         self.address = array.address - array.address % nbytes
         self.allocation = array.allocation
         self.itemsize = nbytes
+        self.width = nbytes // array.itemsize
         self.shape, self.steps = array.shape, array.steps
         self.recorder = array.recorder
         self.number = array.recorder.register(self)
