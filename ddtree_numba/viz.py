@@ -625,9 +625,7 @@ def access_figure(
     block, rows = _of_block(table, block)
     if not len(rows):
         raise ValueError(f"block is {block}; expected one that accesses {array}")
-    writes = int((rows["kind"] != "read").sum())
-    reads = len(rows) - writes
-    rows = _each_element(rows)
+    accesses, rows = rows, _each_element(rows)
     cells = _cells(rows)
     flat = cells["row"].nunique() <= 1
     phases = sorted(set(cells["phase"]))[: MOST_ROWS if flat else MOST_PHASES]
@@ -644,16 +642,24 @@ def access_figure(
     if shown["race"].any():
         rings = figure.axes[0].collections
         figure.legend(handles=rings, loc="outside lower center", frameon=False)
-    raced = rows.loc[rows["race"], "index"].nunique()
-    alt_text = (
-        f"Accesses of block {block} of {report.kernel} to {array}: "
-        f"{reads} reads and {writes} writes of "
-        f"{rows['index'].nunique()} elements in {rows['phase'].nunique()} phases; "
-        f"{raced or 'no'} elements are raced for."
-    )
-    if len(shown) < len(rows):
-        alt_text += f" {len(rows) - len(shown)} accesses lie outside the picture."
+    alt_text = f"Accesses of block {block} of {report.kernel} to {array}: "
+    alt_text += _describe_accesses(accesses, rows, len(rows) - len(shown))
     return figure, alt_text
+
+
+def _describe_accesses(
+    accesses: pd.DataFrame, elements: pd.DataFrame, n_outside: int
+) -> str:
+    writes = int((accesses["kind"] != "read").sum())
+    raced = elements.loc[elements["race"], "index"].nunique()
+    text = (
+        f"{len(accesses) - writes} reads and {writes} writes of "
+        f"{elements['index'].nunique()} elements in {elements['phase'].nunique()} "
+        f"phases; {raced or 'no'} elements are raced for."
+    )
+    if n_outside:
+        text += f" {n_outside} accesses of an element lie outside the picture."
+    return text
 
 
 def _each_element(rows: pd.DataFrame) -> pd.DataFrame:

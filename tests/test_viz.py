@@ -366,7 +366,7 @@ def test_a_map_that_is_cut_says_so():
     report = emulate(kernel, 1, 96, np.zeros((3, 96)), trace=True)
     figure, alt_text = viz.access_figure(report, "x")
     assert figure.axes[0].images[0].get_array().shape == (3, viz.MOST_COLUMNS)
-    assert "96 accesses lie outside" in alt_text
+    assert "96 accesses of an element lie outside" in alt_text
     assert "a part" in figure.get_suptitle()
 
 
