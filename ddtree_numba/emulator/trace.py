@@ -347,7 +347,8 @@ class Recorder:
         """Whether a `syncwarp` orders two runs of the block (`before` ran first)."""
         lane, clock = self._clocks[before]
         other, later = self._clocks[after]
-        return lane // 32 == other // 32 and later[lane % 32] >= clock[lane % 32]
+        at = lane % WARP
+        return lane // WARP == other // WARP and later[at] >= clock[at]
 
     def _find(
         self,
