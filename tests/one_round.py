@@ -12,6 +12,7 @@ from ddtree_numba.kernels.topk import topk
 from ddtree_numba.kernels.tree_accept import tree_accept
 from ddtree_numba.kernels.tree_build import tree_build
 from ddtree_numba.kernels.verify_attn import verify_attn
+from ddtree_numba.tree import DraftTree
 
 B, L, V, H, DC, DR, S_MAX = 2, 5, 300, 3, 48, 16, 160
 PREFIX = np.array([70, 0], np.int32)
@@ -48,6 +49,17 @@ def main() -> None:
             want = reference.verify_attn(*inputs, **form)
             same(f"{version} out", found[0], want[0], 2e-6)
             same(f"{version} lse", found[1], want[1], 2e-6)
+
+    small = DraftTree.from_parents([[-1, 0, 1, 0, 3]] * B, n_rows=[5, 3])
+    q = bf16.from_float32(rng.standard_normal((B, 5, H, 576), np.float32))
+    rows = rng.standard_normal((B, S_MAX, 576), np.float32)
+    rows[:, PREFIX[0] + 5 :] = np.nan
+    inputs = (q, bf16.from_float32(rows), PREFIX, small.visibility)
+    form = {"sm_scale": 192**-0.5, "d_latent": 512}
+    found = verify_attn(*inputs, version="mma", executor="gpu", n_splits=3, **form)
+    want = reference.verify_attn(*inputs, **form)
+    same("mma out", found[0], want[0], 2e-2)  # weights are bf16, values up to 4
+    same("mma lse", found[1], want[1], 3e-5)
 
     target = rng.standard_normal((B, n, V), np.float32)
     children = [tree.children(b) for b in range(B)]
