@@ -45,11 +45,16 @@ def run_argmax(rng, executor="emulator"):
     return [argmax(logits, [3, 2], executor=executor)]
 
 
-def run_tree_build(rng, executor="emulator"):
+def run_tree_build(rng, executor="emulator", version="simple"):
     log_probs = -np.sort(rng.integers(1, 9, (2, 4, 8)), axis=2).astype(np.float32)
     tokens = rng.integers(0, 99, log_probs.shape).astype(np.int32)
-    tree = tree_build(log_probs, tokens, [40, 11], executor=executor)
+    budgets = [40, 11]
+    tree = tree_build(log_probs, tokens, budgets, version=version, executor=executor)
     return vars(tree).values()
+
+
+def run_parallel_tree_build(rng, executor="emulator"):
+    return run_tree_build(rng, executor, version="parallel")
 
 
 def run_tree_accept(rng, executor="emulator"):
@@ -88,6 +93,7 @@ STAGES = {
     run_split_topk: {"topk_slice_kernel", "topk_merge_kernel"},
     run_argmax: {"argmax_kernel"},
     run_tree_build: {"tree_build_kernel"},
+    run_parallel_tree_build: {"tree_build_parallel_kernel"},
     run_tree_accept: {"tree_accept_kernel"},
     run_kv_compact: {"kv_compact_kernel"},
     run_simple_verify_attn: {"simple_kernel"},

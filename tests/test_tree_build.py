@@ -7,21 +7,24 @@ import pytest
 from conftest import GPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numba import cuda, float32, int32, uint32
+from numba import cuda, float32, float64, int32, uint32
 from random_trees import CAT, DOG, SAT, THE, worked_example
 
 from ddtree_numba import backend, bf16
 from ddtree_numba.emulator import emulate
+from ddtree_numba.kernels import tree_build as tree_build_module
 from ddtree_numba.kernels.topk import topk
 from ddtree_numba.kernels.tree_build import (
     tree_build,
     tree_build_kernel,
+    tree_build_parallel_kernel,
 )
 from ddtree_numba.tree import DraftTree
 
 INF, NAN = np.inf, np.nan
 EVERY_EXECUTOR = pytest.mark.parametrize("executor", ["numpy", "emulator", GPU])
 KERNEL_EXECUTOR = pytest.mark.parametrize("executor", ["emulator", GPU])
+EVERY_VERSION = pytest.mark.parametrize("version", ["simple", "parallel"])
 
 
 def build(logits, n_draft_nodes: int, executor: str, **options) -> DraftTree:
@@ -239,6 +242,7 @@ def test_build_offsets_no_array_grows_with_the_context():
 
 
 @EVERY_EXECUTOR
+@EVERY_VERSION
 @given(
     seed=st.integers(0, 2**32),
     length=st.integers(1, 4),
@@ -248,11 +252,13 @@ def test_build_offsets_no_array_grows_with_the_context():
     budget=st.integers(0, 40),
 )
 @settings(max_examples=25, deadline=None)
-def test_build_brute_force(executor, seed, length, kept, digits, masked, budget):
+def test_build_brute_force(
+    executor, version, seed, length, kept, digits, masked, budget
+):
     log_probs, tokens = random_candidates(seed, (1, length, kept), digits)
     if masked < kept:
         log_probs[0, seed % length, kept - masked :] = -INF
-    tree = tree_build(log_probs, tokens, budget, executor=executor)
+    tree = tree_build(log_probs, tokens, budget, version=version, executor=executor)
     tree.validate()
     expected = brute_force(log_probs[0], budget)
     assert rank_paths(tree, tokens) == [path for _, path in expected]
@@ -260,12 +266,13 @@ def test_build_brute_force(executor, seed, length, kept, digits, masked, budget)
     assert tree.log_probs[0, 1 : len(expected) + 1].tolist() == scores.tolist()
 
 
+@EVERY_VERSION
 @pytest.mark.parametrize("value", [0.0, -0.25, -0.1])
-def test_equal_candidates_everywhere_are_taken_by_rank_path(executor, value):
+def test_equal_candidates_everywhere_are_taken_by_rank_path(executor, version, value):
     """At 0 depth costs nothing: the order is lexicographic, a chain first."""
     log_probs, tokens = random_candidates(0, (1, 4, 3))
     log_probs[:] = value
-    tree = tree_build(log_probs, tokens, 60, executor=executor)
+    tree = tree_build(log_probs, tokens, 60, version=version, executor=executor)
     expected = [path for _, path in brute_force(log_probs[0], 60)]
     assert rank_paths(tree, tokens) == expected
     if value == 0:
@@ -279,14 +286,17 @@ def test_equal_candidates_everywhere_are_taken_by_rank_path(executor, value):
         ]
 
 
-def test_paths_of_the_same_steps_tie_although_float32_would_order_them(executor):
+@EVERY_VERSION
+def test_paths_of_the_same_steps_tie_although_float32_would_order_them(
+    executor, version
+):
     """0.2, 0.5 and 1.1 in any order: one float64 sum, more than one float32 sum."""
     steps = -np.float32([0.2, 0.5, 1.1])
     log_probs, tokens = random_candidates(0, (1, 3, 3))
     log_probs[:] = steps
     orders = list(itertools.permutations(range(3)))
     assert len({float((steps[i] + steps[j]) + steps[k]) for i, j, k in orders}) > 1
-    tree = tree_build(log_probs, tokens, 39, executor=executor)
+    tree = tree_build(log_probs, tokens, 39, version=version, executor=executor)
     paths = rank_paths(tree, tokens)
     assert [path for path in paths if path in orders] == orders
 
@@ -294,19 +304,62 @@ def test_paths_of_the_same_steps_tie_although_float32_would_order_them(executor)
 # ------------------------------------------------------- kernels against the reference
 
 
+@pytest.fixture
+def alone(monkeypatch):
+    """In the emulator, the parallel version may not fall back on the simple one."""
+    monkeypatch.setattr(tree_build_module, "select_rows", None)
+
+
+@pytest.mark.parametrize("digits", [None, 2])
+@pytest.mark.parametrize("span", [1.0, 64.0, 4000.0])
+def test_the_parallel_version_does_it_alone(alone, monkeypatch, span, digits):
+    """Also if all nodes are in one bin at first, and if most are behind the bins."""
+    monkeypatch.setattr(tree_build_module, "SPAN", span)
+    log_probs, tokens = random_candidates(9, (1, 7, 20), digits)
+    tree = tree_build(log_probs, tokens, 70, version="parallel", executor="emulator")
+    assert_same(tree, tree_build(log_probs, tokens, 70, executor="numpy"))
+
+
+@pytest.mark.parametrize(("name", "size"), [("POOL", 41), ("SORTED", 64)])
+def test_more_ties_than_there_is_room_for(monkeypatch, name, size):
+    """All prefixes tie, so none can be left out before all are in the pool."""
+    monkeypatch.setattr(tree_build_module, name, size)
+    log_probs, tokens = random_candidates(9, (1, 4, 5))
+    log_probs[:] = 0
+    found = tree_build(log_probs, tokens, 40, version="parallel", executor="emulator")
+    assert_same(found, tree_build(log_probs, tokens, 40, executor="numpy"))
+
+
+@EVERY_VERSION
+def test_sums_that_round_to_the_same_tie(executor, version):
+    """-10 takes up what told (1, 0) from (0, 1), so that their order turns."""
+    log_probs = np.float32([[[0, -1e-20], [0, -3e-20], [-10, -10]]])
+    tokens = np.int32([[[5, 6]] * 3])
+    tree = tree_build(log_probs, tokens, 14, version=version, executor=executor)
+    paths = [path for _, path in brute_force(log_probs[0], 14)]
+    assert paths.index((1, 0)) < paths.index((0, 1))
+    assert paths.index((0, 1, 0)) < paths.index((1, 0, 0))
+    rows = tree.paths(0)[1:]
+    found = [
+        tuple(int(tree.token_ids[0, row]) - 5 for row in path[1:]) for path in rows
+    ]
+    assert found == paths
+
+
 @KERNEL_EXECUTOR
+@EVERY_VERSION
 @pytest.mark.parametrize("digits", [None, 1, 0])
 @pytest.mark.parametrize(
     ("shape", "budget"),
     [((2, 15, 33), 33), ((1, 1, 70), 64), ((1, 64, 1), 64), ((1, 15, 32), 130)],
     ids=str,
 )
-def test_the_kernel_equals_the_reference(executor, shape, budget, digits):
+def test_the_kernel_equals_the_reference(executor, version, shape, budget, digits):
     log_probs, tokens = random_candidates(7, shape, digits)
     roots = np.arange(shape[0], dtype=np.int32) + 50
-    arguments = (log_probs, tokens, budget)
-    found = tree_build(*arguments, root_tokens=roots, executor=executor)
-    expected = tree_build(*arguments, root_tokens=roots, executor="numpy")
+    given = {"n_draft_nodes": budget, "root_tokens": roots}
+    found = tree_build(log_probs, tokens, **given, version=version, executor=executor)
+    expected = tree_build(log_probs, tokens, **given, executor="numpy")
     assert_same(found, expected)
 
 
@@ -346,22 +399,26 @@ def test_an_empty_batch_gives_an_empty_tree(executor):
 
 
 @pytest.mark.gpu
+@EVERY_VERSION
 @pytest.mark.parametrize("digits", [None, 1, 0])
 @pytest.mark.parametrize("budget", [1, 8, 32, 64, 256, 1024])
 @pytest.mark.parametrize("batch", [1, 8])
-def test_full_size_equals_the_reference(batch, budget, digits):
+def test_full_size_equals_the_reference(batch, budget, digits, version):
     log_probs, tokens = random_candidates(budget, (batch, 15, budget), digits)
     expected = tree_build(log_probs, tokens, budget, executor="numpy")
-    assert_same(tree_build(log_probs, tokens, budget, executor="gpu"), expected)
+    found = tree_build(log_probs, tokens, budget, version=version, executor="gpu")
+    assert_same(found, expected)
 
 
 @pytest.mark.gpu
+@EVERY_VERSION
 @pytest.mark.parametrize("value", [0.0, -0.5])
-def test_64_positions_of_1024_equal_candidates(value):
+def test_64_positions_of_1024_equal_candidates(value, version):
     log_probs, tokens = random_candidates(0, (1, 64, 1024))
     log_probs[:] = value
     expected = tree_build(log_probs, tokens, 1024, executor="numpy")
-    assert_same(tree_build(log_probs, tokens, 1024, executor="gpu"), expected)
+    found = tree_build(log_probs, tokens, 1024, version=version, executor="gpu")
+    assert_same(found, expected)
 
 
 @pytest.mark.gpu
@@ -427,17 +484,42 @@ def test_no_race_in_any_order_of_the_lanes(order):
     assert_same(found, expected)
 
 
+@pytest.mark.parametrize("digits", [2, 0], ids=["in-the-pool", "fallback"])
+@pytest.mark.parametrize("order", ["forward", "reverse", "shuffled"])
+def test_no_race_in_the_parallel_version(monkeypatch, order, digits):
+    monkeypatch.setattr(tree_build_module, "SORTED", 64)
+    log_probs, tokens = random_candidates(6, (2, 4, 6), digits)
+    budgets, roots = np.array([40, 11], np.int32), np.array([8, 9], np.int32)
+    expected = tree_build(log_probs, tokens, budgets, root_tokens=roots)
+    found = DraftTree(**{name: np.empty_like(x) for name, x in vars(expected).items()})
+    pool, pool_scores = np.empty((2, 5, 500), np.int32), np.empty((2, 500))
+    report = emulate(
+        *(tree_build_parallel_kernel, 2, 64),
+        *(log_probs, tokens, budgets, 1, 40, roots, 1, pool, pool_scores),
+        *vars(found).values(),
+        order=order,
+        trace=True,
+    )
+    assert not report.races
+    assert_same(found, expected)
+
+
 @pytest.mark.ptx
 @pytest.mark.parametrize("cc", [(8, 0), (9, 0), (12, 0)])
 def test_ptx_adds_scores_in_float64_and_needs_no_local_memory(cc):
     i1, i2 = int32[::1], int32[:, ::1]
     table, candidates = float32[:, :, ::1], int32[:, :, ::1]
     outputs = (i2, i2, i2, i2, i2, float32[:, ::1], uint32[:, :, ::1], i1)
-    signature = (table, candidates, i1, int32, int32, i1, int32, *outputs)
-    ptx = backend.compile_ptx(tree_build_kernel, signature, compute_capability=cc)
-    assert "add.f64" in ptx
-    assert "mul.f64" not in ptx
-    assert ".local" not in ptx
+    given = (table, candidates, i1, int32, int32, i1, int32)
+    pool = int32[:, :, ::1], float64[:, ::1]
+    for kernel, signature in (
+        (tree_build_kernel, given + outputs),
+        (tree_build_parallel_kernel, given + pool + outputs),
+    ):
+        ptx = backend.compile_ptx(kernel, signature, compute_capability=cc)
+        assert "add.f64" in ptx
+        assert "mul.f64" not in ptx
+        assert ".local" not in ptx
 
 
 # ---------------------------------------------------------------------------- bad input

@@ -25,10 +25,21 @@ moves up by one::
     frontier  (0,2)  (1,0)  (2)    take    (0,2)  (1,0,0)  (1,1)  (2)
                      ^                            child    sibling
 
+Levels
+------
+All ancestors of one of the M best nodes are among them too. So they are found depth by
+depth: a pool takes the children of its nodes of the depth before. Scores are counted in
+a histogram, and whatever lies in a bin behind that of the M-th best is out: its
+children are not looked at, and since ranks fall, a node's other children behind one
+that is out are out too. Nothing within the bins is decided before the end, when what is
+left, little more than M nodes, is sorted by score and, where scores are equal, by rank
+path. With very many ties too much is left; then the frontier does it.
+
 Versions
 --------
-tree_build_kernel    one block a request: one warp selects the rows, M steps one after
-                     the other, then all threads write them out
+tree_build_kernel           "simple": one block a request: one warp selects the rows, M
+                            steps one after the other, then all threads write them out
+tree_build_parallel_kernel  "parallel": one block a request, L steps by levels
 """
 
 from __future__ import annotations
@@ -52,6 +63,15 @@ LOWEST, HIGHEST = map(float, reference.FLOAT32_RANGE)
 FULL_WARP = 0xFFFFFFFF
 SIBLING, CHILD = 0, 1  # the lanes that put a taken row's two candidates in its place
 NO_ORDER = NO_SLOT = 0xFFFF  # behind every candidate, none of them
+
+VERSIONS = ("auto", "simple", "parallel")
+PARALLEL_THREADS = 512
+POOL = 8192  # nodes in the workspace
+SORTED = 2048  # nodes that are sorted in shared memory, a power of two
+BINS = 1024
+SPAN = 64.0  # the bins go down to this log-probability at most
+COARSE = 128  # bins to which the limit falls before they are spread again
+PARENT, DEPTH, RANK, BEFORE, ROW = range(5)  # what the pool knows of a node: slots
 
 
 @cuda.jit(device=True)
@@ -117,9 +137,17 @@ def score_of(table, parent_score, depth, rank):
 
 
 @cuda.jit(device=True)
-def select_rows(
-    table, budget, row_scores, row_parents, row_depths, row_ranks, row_before
-):
+def put_root(rows):
+    """Row 0."""
+    row_scores, row_parents, row_depths, row_ranks, _ = rows
+    row_scores[0] = np.float64(0.0)
+    row_parents[0] = 0
+    row_depths[0] = 0
+    row_ranks[0] = 0
+
+
+@cuda.jit(device=True)
+def select_rows(table, budget, frontier, rows):
     """One warp takes the best candidate as the next row until `budget` are taken.
 
     Fills the rows' arrays from row 1 on and returns how many rows there are. A slot of
@@ -129,17 +157,11 @@ def select_rows(
     A lone warp is slow in proportion to its instructions, so rows, slots and ranks are
     unsigned: a signed index costs Numba a test for a negative one.
     """
-    scores = cuda.shared.array(MAX_DRAFT_NODES, np.float64)
-    orders = cuda.shared.array(MAX_DRAFT_NODES, np.uint16)  # place by rank path
-    parents = cuda.shared.array(MAX_DRAFT_NODES, np.uint16)  # row
-    ranks = cuda.shared.array(MAX_DRAFT_NODES, np.uint16)
-    before = cuda.shared.array(MAX_DRAFT_NODES, np.uint16)  # previous sibling's row
+    scores, orders, parents, ranks, before = frontier
+    row_scores, row_parents, row_depths, row_ranks, row_before = rows
     lane = cuda.threadIdx.x
     if lane == 0:
-        row_scores[0] = np.float64(0.0)
-        row_parents[0] = 0
-        row_depths[0] = 0
-        row_ranks[0] = 0
+        put_root(rows)
         orders[0] = 0
         parents[0] = 0
         ranks[0] = 0
@@ -199,6 +221,54 @@ def write_visibility(words, i, row_parents):
     words[0] = bits | np.uint32(1)
 
 
+@cuda.jit(device=True)
+def start_request(b, n_draft_nodes, ragged, most, next_token, next_sibling, visibility):
+    """Clear what is only set in places, and return the budget."""
+    warp, lane = cuda.threadIdx.x // WARP, cuda.threadIdx.x % WARP
+    for i in range(warp, visibility.shape[1], cuda.blockDim.x // WARP):
+        for word in range(lane, visibility.shape[2], WARP):
+            visibility[b, i, word] = 0
+        if lane == 0:
+            next_token[b, i] = -1
+            next_sibling[b, i] = -1
+    budget = most
+    if ragged:
+        budget = max(0, min(most, n_draft_nodes[b]))
+    return budget
+
+
+@cuda.jit(device=True)
+def write_row(b, i, live, candidates, root_tokens, rooted, rows, tree):
+    """Write row i of a request with `live` rows, padding behind them."""
+    row_scores, row_parents, row_depths, row_ranks, row_before = rows
+    token_ids, parents, depths, next_token, next_sibling, log_probs, visibility = tree
+    if i >= live:
+        token_ids[b, i] = -1
+        parents[b, i] = -1
+        depths[b, i] = -1
+        log_probs[b, i] = np.float32(-math.inf)
+        return
+    depth, rank = np.int32(row_depths[i]), row_ranks[i]
+    if i == 0:
+        token_ids[b, 0] = root_tokens[b] if rooted else -1
+        parents[b, 0] = -1
+    else:
+        token_ids[b, i] = candidates[b, depth - 1, rank]
+        parents[b, i] = row_parents[i]
+        if rank == 0:
+            next_token[b, row_parents[i]] = i
+        else:
+            next_sibling[b, row_before[i]] = i
+    depths[b, i] = depth
+    # A live row stays finite, even if it is less probable than float32 can say.
+    score = min(max(row_scores[i], LOWEST), HIGHEST)
+    log_probs[b, i] = np.float32(score)
+    write_visibility(visibility[b, i], i, row_parents)
+
+
+# ----------------------------------------------------------------------- simple version
+
+
 @cuda.jit
 def tree_build_kernel(
     log_probs,  # [B, L, K] f32
@@ -223,61 +293,367 @@ def tree_build_kernel(
     row_depths = cuda.shared.array(MAX_ROWS, np.uint16)
     row_ranks = cuda.shared.array(MAX_ROWS, np.uint16)
     row_before = cuda.shared.array(MAX_ROWS, np.uint16)  # previous sibling, or 0
+    scores = cuda.shared.array(MAX_DRAFT_NODES, np.float64)
+    orders = cuda.shared.array(MAX_DRAFT_NODES, np.uint16)  # place by rank path
+    slot_parents = cuda.shared.array(MAX_DRAFT_NODES, np.uint16)
+    ranks = cuda.shared.array(MAX_DRAFT_NODES, np.uint16)
+    before = cuda.shared.array(MAX_DRAFT_NODES, np.uint16)
     live = cuda.shared.array(1, np.int32)
     b = cuda.blockIdx.x
-    n = parents.shape[1]
-    warp, lane = cuda.threadIdx.x // WARP, cuda.threadIdx.x % WARP
-
-    for i in range(warp, n, cuda.blockDim.x // WARP):
-        for word in range(lane, visibility.shape[2], WARP):
-            visibility[b, i, word] = 0
-        if lane == 0:
-            next_token[b, i] = -1
-            next_sibling[b, i] = -1
-    budget = most
-    if ragged:
-        budget = max(0, min(most, n_draft_nodes[b]))
-    if has_nan(log_probs[b]):
+    table = log_probs[b]
+    rows = row_scores, row_parents, row_depths, row_ranks, row_before
+    links = next_token, next_sibling
+    tree = (token_ids, parents, depths, *links, row_log_probs, visibility)
+    budget = start_request(b, n_draft_nodes, ragged, most, *links, visibility)
+    if has_nan(table):
         budget = 0
-    if warp == 0:
-        count = select_rows(
-            log_probs[b],
-            np.uint32(budget),
-            row_scores,
-            row_parents,
-            row_depths,
-            row_ranks,
-            row_before,
-        )
-        if lane == 0:
+    if cuda.threadIdx.x < WARP:
+        frontier = scores, orders, slot_parents, ranks, before
+        count = select_rows(table, np.uint32(budget), frontier, rows)
+        if cuda.threadIdx.x == 0:
             live[0] = count
-            n_rows[b] = count
     # Orders the rows before they are read, and what was cleared before it is set.
     cuda.syncthreads()
+    if cuda.threadIdx.x == 0:
+        n_rows[b] = live[0]
+    for i in range(cuda.threadIdx.x, parents.shape[1], cuda.blockDim.x):
+        write_row(b, i, live[0], candidates, root_tokens, rooted, rows, tree)
 
-    for i in range(cuda.threadIdx.x, n, cuda.blockDim.x):
-        if i >= live[0]:
-            token_ids[b, i] = -1
-            parents[b, i] = -1
-            depths[b, i] = -1
-            row_log_probs[b, i] = np.float32(-math.inf)
-            continue
-        depth, rank = np.int32(row_depths[i]), row_ranks[i]
-        if i == 0:
-            token_ids[b, 0] = root_tokens[b] if rooted else -1
-            parents[b, 0] = -1
-        else:
-            token_ids[b, i] = candidates[b, depth - 1, rank]
-            parents[b, i] = row_parents[i]
-            if rank == 0:
-                next_token[b, row_parents[i]] = i
-            else:
-                next_sibling[b, row_before[i]] = i
-        depths[b, i] = depth
-        # A live row stays finite, even if it is less probable than float32 can say.
-        score = min(max(row_scores[i], LOWEST), HIGHEST)
-        row_log_probs[b, i] = np.float32(score)
-        write_visibility(visibility[b, i], i, row_parents)
+
+# --------------------------------------------------------------------- parallel version
+
+
+@cuda.jit(device=True)
+def falls(table):
+    """Whether a request's log-probs are 0 or less and fall along K; a block barrier."""
+    found = 1
+    warp, lane = cuda.threadIdx.x // WARP, cuda.threadIdx.x % WARP
+    for position in range(warp, table.shape[0], cuda.blockDim.x // WARP):
+        for rank in range(lane, table.shape[1], WARP):
+            above = table[position, rank - 1] if rank > 0 else np.float32(0.0)
+            if not table[position, rank] <= above:  # NaN does not
+                found = 0
+    return cuda.syncthreads_and(found) != 0
+
+
+@cuda.jit(device=True)
+def bin_of(score, scale):
+    """Bin of a score, 0 for the best; never falls as scores fall."""
+    place = np.float32(-score) * scale
+    return np.int32(max(np.float32(0.0), min(place, np.float32(BINS - 1))))
+
+
+@cuda.jit(device=True)
+def find_lane(mine, above, kept):
+    """The lane that holds the `kept`-th node, if every lane holds `mine` of them.
+
+    `above` nodes stand before lane 0. Returns the lane, -1 if there are fewer nodes,
+    and how many stand before it.
+    """
+    lane = cuda.threadIdx.x % WARP
+    upto = mine  # becomes the sum over this lane and those before it
+    distance = 1
+    while distance < WARP:
+        earlier = cuda.shfl_up_sync(FULL_WARP, upto, distance)
+        if lane >= distance:
+            upto += earlier
+        distance *= 2
+    here = above + upto - mine < kept <= above + upto
+    lane = cuda.ffs(cuda.ballot_sync(FULL_WARP, here)) - 1
+    return lane, above + cuda.shfl_sync(FULL_WARP, upto - mine, max(lane, 0))
+
+
+@cuda.jit(device=True)
+def find_limit(histogram, budget):
+    """One warp finds the bin of the `budget`-th best node, or the last bin."""
+    lane = cuda.threadIdx.x
+    count = 0
+    for j in range(BINS // WARP):  # a lane starts at its own bank
+        count += histogram[lane * (BINS // WARP) + (j + lane) % (BINS // WARP)]
+    group, above = find_lane(count, 0, budget)
+    if group < 0:  # in every lane alike
+        return BINS - 1
+    first = group * (BINS // WARP)
+    lane, above = find_lane(histogram[first + lane], above, budget)
+    return first + lane
+
+
+@cuda.jit(device=True)
+def tighten(histogram, budget, limit):
+    """The limit of the nodes counted, for all threads; between block barriers."""
+    cuda.syncthreads()  # everything is counted before the bins are read
+    if cuda.threadIdx.x < WARP:
+        found = find_limit(histogram, budget)
+        if cuda.threadIdx.x == 0:
+            limit[0] = found
+    cuda.syncthreads()  # the limit is found before it is read
+    return limit[0]
+
+
+@cuda.jit(device=True)
+def clear_bins(histogram):
+    """Empty the histogram; ends with a block barrier."""
+    for i in range(cuda.threadIdx.x, BINS, cuda.blockDim.x):
+        histogram[i] = 0
+    cuda.syncthreads()  # the bins are empty before anything is counted
+
+
+@cuda.jit(device=True)
+def put_node(nodes, slot, parent, depth, rank, before):
+    """Describe a node of the pool."""
+    nodes[PARENT, slot] = parent
+    nodes[DEPTH, slot] = depth
+    nodes[RANK, slot] = rank
+    nodes[BEFORE, slot] = before
+    nodes[ROW, slot] = 0
+
+
+@cuda.jit(device=True)
+def count_children(row, score, widest, scale, limit, histogram):
+    """A warp counts a node's children within the limit, among the first `widest`."""
+    for start in range(0, widest, WARP):
+        rank = start + cuda.threadIdx.x % WARP
+        passes = False
+        if rank < widest:
+            child = score + np.float64(row[rank])
+            passes = child > -math.inf and bin_of(child, scale) <= limit
+            if passes:
+                cuda.atomic.add(histogram, bin_of(child, scale), 1)
+        if not cuda.all_sync(FULL_WARP, passes):
+            break  # none behind passes
+
+
+@cuda.jit(device=True)
+def add_children(row, slot, score, depth, scale, limit, used, nodes, scores):
+    """A warp adds a node's children within the limit to the pool."""
+    lane = cuda.threadIdx.x % WARP
+    before = -1
+    for start in range(0, row.size, WARP):
+        rank = start + lane
+        child = np.float64(-math.inf)
+        if rank < row.size:
+            child = score + np.float64(row[rank])
+        passes = child > -math.inf and bin_of(child, scale) <= limit
+        passing = cuda.ballot_sync(FULL_WARP, passes)
+        base = 0
+        if lane == 0:
+            base = cuda.atomic.add(used, 0, cuda.popc(passing))
+        base = cuda.shfl_sync(FULL_WARP, base, 0)
+        at = base + lane  # those that pass are the lowest lanes
+        if passes and at < scores.size:
+            scores[at] = child
+            put_node(nodes, at, slot, depth, rank, at - 1 if lane > 0 else before)
+        before = base + WARP - 1
+        if not cuda.all_sync(FULL_WARP, passes):
+            break  # none behind passes
+
+
+@cuda.jit(device=True)
+def collect(table, budget, histogram, cells, nodes, scores):
+    """Fill the pool with the best nodes, at least `budget` if there are so many.
+
+    Returns how many nodes it holds, or would if it were larger, and the scale and limit
+    that say which of them still count. For all threads; ends with a barrier.
+    """
+    used, limit_cell = cells[:1], cells[1:]
+    first, end = 0, min(budget, table.shape[1])
+    span = np.float32(SPAN)
+    if end == budget:
+        span = min(span, max(-table[0, end - 1], np.float32(1e-3)))
+    scale = np.float32(BINS - 2) / span
+    clear_bins(histogram)
+    for rank in range(cuda.threadIdx.x, end, cuda.blockDim.x):
+        scores[rank] = table[0, rank]
+        put_node(nodes, rank, -1, 1, rank, rank - 1)
+        if scores[rank] > -math.inf:
+            cuda.atomic.add(histogram, bin_of(scores[rank], scale), 1)
+    if cuda.threadIdx.x == 0:
+        used[0] = end
+    limit = tighten(histogram, budget, limit_cell)
+    warp, warps = cuda.threadIdx.x // WARP, cuda.blockDim.x // WARP
+    depth = 2
+    while depth <= table.shape[0] and first < end <= scores.size:
+        row = table[depth - 1]
+        for slot in range(first + warp, end, warps):
+            widest = row.size
+            if depth == 2:
+                # Depth 1 stands in order: (i + 1)(r + 1) nodes are as good as rank r
+                # under the i-th. Those beyond the budget need not be counted.
+                widest = min(widest, budget // (slot + 1))
+            if bin_of(scores[slot], scale) <= limit:
+                count_children(row, scores[slot], widest, scale, limit, histogram)
+        limit = tighten(histogram, budget, limit_cell)
+        for slot in range(first + warp, end, warps):
+            if bin_of(scores[slot], scale) <= limit:
+                score = scores[slot]
+                add_children(row, slot, score, depth, scale, limit, used, nodes, scores)
+        cuda.syncthreads()  # the nodes are in the pool before they are read
+        first, end = end, used[0]
+        if limit < COARSE and end <= scores.size:
+            # Few bins tell the nodes apart: spread what is within the limit over all.
+            coarse, scale = (
+                scale,
+                np.float32(BINS - 2) / (np.float32(limit + 1) / scale),
+            )
+            clear_bins(histogram)
+            for slot in range(cuda.threadIdx.x, end, cuda.blockDim.x):
+                if bin_of(scores[slot], coarse) <= limit:
+                    cuda.atomic.add(histogram, bin_of(scores[slot], scale), 1)
+            limit = BINS - 2
+        cuda.syncthreads()  # all have read `used`; the bins are counted
+        depth += 1
+    return end, scale, limit
+
+
+@cuda.jit(device=True)
+def gather_nodes(end, scale, limit, used, scores, keys, slots):
+    """Collect the pool's nodes within the limit, in no order, and return their number.
+
+    It may be more than there is room for. For all threads; a block barrier.
+    """
+    if cuda.threadIdx.x == 0:
+        used[0] = 0
+    cuda.syncthreads()  # the count starts before anyone adds to it
+    for slot in range(cuda.threadIdx.x, end, cuda.blockDim.x):
+        if scores[slot] > -math.inf and bin_of(scores[slot], scale) <= limit:
+            at = cuda.atomic.add(used, 0, 1)
+            if at < keys.size:
+                keys[at] = scores[slot]
+                slots[at] = slot
+    cuda.syncthreads()  # all are collected before they are counted and read
+    return used[0]
+
+
+@cuda.jit(device=True)
+def path_is_lower(a, b, nodes):
+    """Whether node a's rank path stands before node b's."""
+    x, y = np.int32(a), np.int32(b)
+    while nodes[DEPTH, x] > nodes[DEPTH, y]:
+        x = nodes[PARENT, x]
+    while nodes[DEPTH, y] > nodes[DEPTH, x]:
+        y = nodes[PARENT, y]
+    if x == y:
+        return nodes[DEPTH, a] < nodes[DEPTH, b]
+    while nodes[PARENT, x] != nodes[PARENT, y]:
+        x = nodes[PARENT, x]
+        y = nodes[PARENT, y]
+    return nodes[RANK, x] < nodes[RANK, y]
+
+
+@cuda.jit(device=True)
+def sort_nodes(keys, slots, count, nodes):
+    """Bitonic sort: score falling, ties by rank path."""
+    size = 1
+    while size < count:
+        size *= 2
+    for i in range(count + cuda.threadIdx.x, size, cuda.blockDim.x):
+        keys[i] = -math.inf
+        slots[i] = NO_SLOT
+    width = 2
+    while width <= size:
+        distance = width // 2
+        while distance > 0:
+            cuda.syncthreads()  # the exchange before this one is done
+            for pair in range(cuda.threadIdx.x, size // 2, cuda.blockDim.x):
+                i = 2 * pair - pair % distance
+                other = i + distance
+                mine, its = keys[i], keys[other]
+                swap = mine < its
+                if mine == its and mine > -math.inf:
+                    swap = path_is_lower(slots[other], slots[i], nodes)
+                if swap == (i & width == 0) and (mine != its or mine > -math.inf):
+                    keys[i], keys[other] = its, mine
+                    slots[i], slots[other] = slots[other], slots[i]
+            distance //= 2
+        width *= 2
+    cuda.syncthreads()  # the last exchange is done
+
+
+@cuda.jit(device=True)
+def write_rows(keys, slots, count, nodes, rows):
+    """Turn the best `count` nodes into rows; a block barrier between."""
+    row_scores, row_parents, row_depths, row_ranks, row_before = rows
+    for i in range(cuda.threadIdx.x, count, cuda.blockDim.x):
+        nodes[ROW, slots[i]] = i + 1
+    cuda.syncthreads()  # every node's row is known before it is read
+    if cuda.threadIdx.x == 0:
+        put_root(rows)
+    for i in range(cuda.threadIdx.x, count, cuda.blockDim.x):
+        slot = slots[i]
+        row_scores[i + 1] = keys[i]
+        row_depths[i + 1] = nodes[DEPTH, slot]
+        row_ranks[i + 1] = nodes[RANK, slot]
+        parent, previous = nodes[PARENT, slot], nodes[BEFORE, slot]
+        row_parents[i + 1] = nodes[ROW, parent] if parent >= 0 else 0
+        row_before[i + 1] = nodes[ROW, previous] if previous >= 0 else 0
+
+
+@cuda.jit
+def tree_build_parallel_kernel(
+    log_probs,  # [B, L, K] f32
+    candidates,  # [B, L, K] i32: their tokens
+    n_draft_nodes,  # [B] i32: budgets, cut to 0 … most, if `ragged`
+    ragged,  # i32: 0 if n_draft_nodes is not to be read, because all are `most`
+    most,  # i32: the largest budget, N - 1 or less
+    root_tokens,  # [B] i32, if `rooted`
+    rooted,  # i32: 0 if root_tokens is not to be read, because they are unknown
+    pool,  # workspace [B, 5, P] i32: a node's PARENT, DEPTH, RANK, BEFORE and ROW
+    pool_scores,  # workspace [B, P] f64
+    token_ids,  # out [B, N] i32
+    parents,  # out [B, N] i32
+    depths,  # out [B, N] i32
+    next_token,  # out [B, N] i32
+    next_sibling,  # out [B, N] i32
+    row_log_probs,  # out [B, N] f32
+    visibility,  # out [B, N, ceil(N/32)] u32
+    n_rows,  # out [B] i32
+):
+    # float64 is meant: it adds float32 of like size exactly, so that equal paths tie.
+    row_scores = cuda.shared.array(MAX_ROWS, np.float64)
+    row_parents = cuda.shared.array(MAX_ROWS, np.uint16)  # of the root 0
+    row_depths = cuda.shared.array(MAX_ROWS, np.uint16)
+    row_ranks = cuda.shared.array(MAX_ROWS, np.uint16)
+    row_before = cuda.shared.array(MAX_ROWS, np.uint16)  # previous sibling, or 0
+    keys = cuda.shared.array(SORTED, np.float64)
+    slots = cuda.shared.array(SORTED, np.uint16)
+    histogram = cuda.shared.array(BINS, np.int32)
+    cells = cuda.shared.array(2, np.int32)
+    slot_parents = cuda.shared.array(MAX_DRAFT_NODES, np.uint16)
+    ranks = cuda.shared.array(MAX_DRAFT_NODES, np.uint16)
+    before = cuda.shared.array(MAX_DRAFT_NODES, np.uint16)
+    live = cuda.shared.array(1, np.int32)
+    b = cuda.blockIdx.x
+    table = log_probs[b]
+    rows = row_scores, row_parents, row_depths, row_ranks, row_before
+    links = next_token, next_sibling
+    tree = (token_ids, parents, depths, *links, row_log_probs, visibility)
+    budget = start_request(b, n_draft_nodes, ragged, most, *links, visibility)
+    nodes, scores = pool[b], pool_scores[b]
+    end, count = 0, 0
+    regular = falls(table)  # for all threads alike, as all that is asked below
+    if not regular and has_nan(table):
+        budget = 0
+    if regular and budget > 0:
+        end, scale, limit = collect(table, budget, histogram, cells, nodes, scores)
+        if end <= scores.size:
+            count = gather_nodes(end, scale, limit, cells, scores, keys, slots)
+    if regular and end <= scores.size and count <= keys.size:
+        sort_nodes(keys, slots, count, nodes)
+        count = min(count, budget)
+        write_rows(keys, slots, count, nodes, rows)
+        if cuda.threadIdx.x == 0:
+            live[0] = count + 1
+    elif cuda.threadIdx.x < WARP:  # too many ties, or nothing that topk gives
+        frontier = keys, slots, slot_parents, ranks, before
+        count = select_rows(table, np.uint32(budget), frontier, rows)
+        if cuda.threadIdx.x == 0:
+            live[0] = count
+    # Orders the rows before they are read, and what was cleared before it is set.
+    cuda.syncthreads()
+    if cuda.threadIdx.x == 0:
+        n_rows[b] = live[0]
+    for i in range(cuda.threadIdx.x, parents.shape[1], cuda.blockDim.x):
+        write_row(b, i, live[0], candidates, root_tokens, rooted, rows, tree)
 
 
 def tree_build(
@@ -288,6 +664,7 @@ def tree_build(
     root_tokens: Any = None,
     max_draft_nodes: int | None = None,
     check: bool | None = None,
+    version: str = "auto",
     executor: str | None = None,
 ) -> DraftTree:
     """Build the tree of the most probable prefixes, best first.
@@ -311,6 +688,8 @@ def tree_build(
         Raise for what `topk` cannot have given: NaN, log-probs that rise along K or are
         above 0, negative tokens. If omitted, host arrays are checked; device arrays
         cannot be.
+    version : {"auto", "simple", "parallel"}
+        The kernel; "auto" is parallel. Both build the same tree.
     executor : {"gpu", "emulator", "numpy"}, optional
         If omitted: ``DDTREE_EXECUTOR``, else NumPy for host arrays, the GPU for device
         arrays.
@@ -354,6 +733,8 @@ def tree_build(
             budgets, "n_draft_nodes", dtypes=i32, shape=(batch,), convert=True
         )
     most = _most_draft_nodes(n_draft_nodes, budgets, max_draft_nodes)
+    if version not in VERSIONS:
+        raise ValueError(f"version is {version!r}; expected {', '.join(VERSIONS)}")
     if at.executor == "numpy":
         return reference.tree_build(
             log_probs,
@@ -371,10 +752,7 @@ def tree_build(
         token_ids = at.full((batch, 1, 1), -1, np.int32)
     if batch:
         absent = at.empty((1,), np.int32)
-        at.launch(
-            tree_build_kernel,
-            batch,
-            THREADS,
+        given = (
             at.put(log_probs),
             at.put(token_ids),
             absent if budgets is None else at.put(budgets),
@@ -382,8 +760,17 @@ def tree_build(
             np.int32(n_draft_nodes if budgets is None else most),
             absent if root_tokens is None else at.put(root_tokens),
             np.int32(root_tokens is not None),
-            *vars(tree).values(),
         )
+        outputs = vars(tree).values()
+        if version == "simple":
+            at.launch(tree_build_kernel, batch, THREADS, *given, *outputs)
+        else:
+            pool = at.empty((batch, 5, POOL), np.int32)
+            pool_scores = at.empty((batch, POOL), np.float64)
+            at.launch(
+                *(tree_build_parallel_kernel, batch, PARALLEL_THREADS),
+                *(*given, pool, pool_scores, *outputs),
+            )
     return DraftTree(**{name: at.give(x) for name, x in vars(tree).items()})
 
 
