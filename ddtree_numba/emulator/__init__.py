@@ -38,7 +38,8 @@ is written, a block barrier that some lanes miss (or left before), a warp collec
 whose mask names lanes that do not come or not its caller, lanes that spin for ever, an
 impossible launch; memory that is used while a copy from or to it is on its way, wide
 accesses to misaligned addresses; an integer divided by zero (on a GPU silently 0, or
-inf for ``/``). Each names kernel, source line, block and lane.
+inf for ``/``), and a literal float by one, as a ``s = 0.0`` that nothing was added to.
+Each names kernel, source line, block and lane.
 
 With ``trace=True`` (about 3 times slower), of global and shared memory:
 
