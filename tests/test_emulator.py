@@ -1022,11 +1022,11 @@ def test_a_trace_lists_every_access():
     first = add_neighbours_kernel.py_func.__code__.co_firstlineno
     lane2 = table[(table.lane == 2) & (table.block == (1, 0, 0))]
     assert lane2.drop(columns=["block", "lane"]).values.tolist() == [
-        [0, "x", "global", (1, 2), "read", first + 4],
-        [0, "box", "shared", (2,), "write", first + 4],
-        [1, "box", "shared", (2,), "read", first + 7],
-        [1, "box", "shared", (3,), "read", first + 7],
-        [1, "out", "global", (1,), "atomic", first + 7],
+        [0, "x", "global", (1, 2), 1, "read", first + 4],
+        [0, "box", "shared", (2,), 1, "write", first + 4],
+        [1, "box", "shared", (2,), 1, "read", first + 7],
+        [1, "box", "shared", (3,), 1, "read", first + 7],
+        [1, "out", "global", (1,), 1, "atomic", first + 7],
     ]
 
 
