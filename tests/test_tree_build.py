@@ -331,6 +331,15 @@ def test_more_ties_than_there_is_room_for(monkeypatch, name, size):
 
 
 @EVERY_VERSION
+def test_more_children_than_a_warp_has_lanes(executor, version):
+    log_probs, tokens = random_candidates(2, (1, 2, 70))
+    log_probs[0, 1] *= 1e-3
+    tree = tree_build(log_probs, tokens, 150, version=version, executor=executor)
+    assert_same(tree, tree_build(log_probs, tokens, 150, executor="numpy"))
+    assert (tree.parents == 1).sum() == 70
+
+
+@EVERY_VERSION
 def test_sums_that_round_to_the_same_tie(executor, version):
     """-10 takes up what told (1, 0) from (0, 1), so that their order turns."""
     log_probs = np.float32([[[0, -1e-20], [0, -3e-20], [-10, -10]]])

@@ -338,9 +338,8 @@ def falls(table):
 
 @cuda.jit(device=True)
 def bin_of(score, scale):
-    """Bin of a score, 0 for the best; never falls as scores fall."""
-    place = np.float32(-score) * scale
-    return np.int32(max(np.float32(0.0), min(place, np.float32(BINS - 1))))
+    """Bin of a score of 0 or less, 0 for the best; never falls as scores fall."""
+    return np.int32(min(np.float32(-score) * scale, np.float32(BINS - 1)))
 
 
 @cuda.jit(device=True)
