@@ -290,6 +290,7 @@ def test_no_race_in_any_order_of_the_lanes(small_constants, order):
 @pytest.mark.parametrize("order", ["forward", "reverse", "shuffled"])
 def test_no_race_in_the_split_version(small_constants, monkeypatch, order):
     """Two slices of two warps, with ties, so that both kernels narrow down."""
+    monkeypatch.setattr(topk_module, "SLICE_THREADS", 64)
     monkeypatch.setattr(topk_module, "SLICE", 256)
     logits = CASTS["bf16"](np.random.default_rng(3).integers(-2, 3, (1, 1, 300)))
     tops, totals = np.empty((2, 1, 2), np.float32)

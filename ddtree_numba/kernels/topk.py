@@ -51,7 +51,7 @@ FULL_WARP = 0xFFFFFFFF
 GROUPS = BINS // WARP  # of bins, a lane a bin
 
 VERSIONS = ("auto", "simple", "split")
-SLICE_THREADS = 256
+SLICE_THREADS = 256  # a constant, which spares a thread registers for indices
 TILE = 20  # elements of a slice that a thread holds, a multiple of four
 SLICE = SLICE_THREADS * TILE
 ROOM = 64  # codes beyond k that a selection may leave, to spare it the last bits
@@ -371,7 +371,7 @@ def sum_of_tile(tile, top):
 def count_top_digits(tile, size, histogram):
     """Count a thread's elements of a slice by the top bits of their codes."""
     for j in range(tile.size):
-        if np.uint32(cuda.threadIdx.x + j * cuda.blockDim.x) < size:
+        if np.uint32(cuda.threadIdx.x + j * SLICE_THREADS) < size:
             digit = (order_of(tile[j]) >> (32 - DIGIT_BITS)) & (BINS - 1)
             cuda.atomic.add(histogram, digit, 1)
 
@@ -380,7 +380,7 @@ def count_top_digits(tile, size, histogram):
 def gather_tile(tile, size, first, vocab, key_shift, id_bits, digit, used, codes):
     """Collect a thread's codes of a slice whose top bits are `digit` or more."""
     for j in range(tile.size):
-        i = np.uint32(cuda.threadIdx.x + j * cuda.blockDim.x)
+        i = np.uint32(cuda.threadIdx.x + j * SLICE_THREADS)
         own = (order_of(tile[j]) >> (32 - DIGIT_BITS)) & (BINS - 1)
         if i < size and own >= digit:
             token = first + np.int64(i)
@@ -459,8 +459,8 @@ def topk_slice_kernel(
     slices = tops.shape[1]
     r, s = cuda.blockIdx.x // slices, cuda.blockIdx.x % slices
     row = logits[r // logits.shape[1], r % logits.shape[1]]
-    first = s * TILE * cuda.blockDim.x
-    size = min(TILE * cuda.blockDim.x, row.size - first)
+    first = s * SLICE
+    size = min(SLICE, row.size - first)
 
     load_tile(row[first : first + size], cuda.threadIdx.x, tile)
     for bin_ in range(cuda.threadIdx.x, BINS, cuda.blockDim.x):
@@ -653,16 +653,15 @@ def _launch_split(
 ) -> None:
     batch, length, vocab = logits.shape
     rows, kept = batch * length, log_probs.shape[2]
-    threads = _warps(-(-vocab // TILE), SLICE_THREADS)
-    slices = -(-vocab // (threads * TILE))
-    room = min(kept + ROOM, threads * TILE)
+    slices = -(-vocab // SLICE)
+    room = min(kept + ROOM, SLICE)
     tops = at.empty((rows, slices), np.float32)
     totals = at.empty((rows, slices), np.float32)
     codes = at.empty((rows, slices * room), np.int64)
     at.launch(
         topk_slice_kernel,
         rows * slices,
-        threads,
+        SLICE_THREADS,
         logits,
         np.int32(kept),
         np.int32(key_shift),
