@@ -27,8 +27,14 @@ DEFAULT_PROMPT = 15  # of the held-out prompts: glob
 DEFAULT_BUDGETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 SLOW = """\
-The emulator runs every lane in Python: a round of this model takes minutes. Try a short
---prompt, --max-new-tokens 2 and --n-draft-nodes 4, or --executor numpy."""
+The emulator runs every lane in Python: a round of this model takes minutes, and even a
+short --prompt with --max-new-tokens 2 and --n-draft-nodes 4 about ten. It is made for
+single kernels; --executor numpy decodes in seconds."""
+
+KEY = """
+● accepted  ○ drafted, not accepted  · space  ⏎ new line. A line is a run of bytes with
+the probability of the path to its end. The first is the root, the text's last byte so
+far; the bonus is the target's own byte after what was accepted."""
 
 ABOUT = """\
 Speculative decoding with a draft tree (DDTree) on an MLA model, as Numba-CUDA kernels
@@ -192,7 +198,9 @@ def _add_demo(commands: Any) -> None:
         help="0: the target's most probable byte; above: sampled (default 0)",
     )
     demo.add_argument(
-        "--json", action="store_true", help="print one JSON object and nothing else"
+        "--json",
+        action="store_true",
+        help="print one JSON object on standard output, the report on standard error",
     )
     demo.add_argument(
         "--figure",
@@ -257,7 +265,9 @@ def _read_prompt(given: str | None) -> bytes:
     elif os.path.exists(given):
         prompt = Path(given).read_bytes()
     elif _looks_like_a_path(given):
-        raise FileNotFoundError(f"--prompt {given}: no such file (- reads a text)")
+        raise FileNotFoundError(
+            f"--prompt {given}: no such file (- for standard input)"
+        )
     else:
         # An argument's bytes that are no UTF-8 come as surrogates; give them back.
         prompt = given.encode(errors="surrogateescape")
@@ -299,6 +309,7 @@ def _whole_file(path: Path) -> Iterator[Path]:
 
 
 def _print_trees(run: Generation, out: TextIO) -> None:
+    print(KEY, file=out)
     for number, trace in enumerate(run.rounds[:SHOWN_ROUNDS], 1):
         tree, path = _head(trace.tree, trace.path(0), SHOWN_NODES)
         n_drafted = int(trace.tree.n_rows[0]) - 1
@@ -410,7 +421,7 @@ def _add_sweep(commands: Any) -> None:
     )
     sweep.add_argument(
         "--prompts",
-        type=_count(1),
+        type=_count(1, 1000),
         default=30,
         metavar="N",
         help="held-out prompts (default %(default)s)",
@@ -464,6 +475,7 @@ def _sweep(args: argparse.Namespace) -> int:
             frame.to_csv(file, index=False, float_format="%.4f")
     with _whole_file(args.out / "sweep.png") as unfinished:
         sweep_figure(frame)[0].savefig(unfinished, dpi=150)
+    print(f"sweep.csv and sweep.png written to {args.out}", file=sys.stderr)
     return 0
 
 

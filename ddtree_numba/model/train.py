@@ -29,9 +29,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+
+try:
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor, nn
+except ImportError:
+    raise SystemExit('training needs PyTorch: pip install -e ".[train]"') from None
 
 from ddtree_numba import kdtr
 from ddtree_numba.model.config import BOS, VOCAB, ModelConfig
