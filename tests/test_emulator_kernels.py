@@ -373,6 +373,47 @@ def gather_in_place(launch):
 
 
 @cuda.jit
+def sum_and_count_kernel(x, sums, counts):
+    # x [n] f32; sums [blocks] f32; counts [blocks] i32: of the positive elements
+    values = cuda.shared.array(0, float32)  # both in one dynamic buffer
+    flags = cuda.shared.array(0, int32)[cuda.blockDim.x :]
+    t = cuda.threadIdx.x
+    value = x[cuda.grid(1)]
+    values[t] = max(value, float32(0))
+    flags[t] = 1 if value > float32(0) else 0
+    cuda.syncthreads()  # both halves are written before one lane adds them up
+    if t == 0:
+        for other in range(1, cuda.blockDim.x):
+            values[0] += values[other]
+            flags[0] += flags[other]
+        sums[cuda.blockIdx.x] = values[0]
+        counts[cuda.blockIdx.x] = flags[0]
+
+
+def sum_and_count(launch):
+    x = small(2, 32)
+    sums, counts = np.zeros(2, np.float32), np.zeros(2, np.int32)
+    args = (x.ravel(), sums, counts)
+    launch(sum_and_count_kernel, 2, 32, *args, dynamic_shared=32 * 8)
+    positive = np.maximum(x, 0)
+    return np.stack([sums, counts]), [positive.sum(axis=1), (x > 0).sum(axis=1)]
+
+
+@cuda.jit
+def layer_sums_kernel(volume, out):
+    # volume [Z, Y, X] f32; out [Z] f32
+    x, y, z = cuda.grid(3)
+    if z < volume.shape[0] and y < volume.shape[1] and x < volume.shape[2]:
+        cuda.atomic.add(out, z, volume[z, y, x])
+
+
+def layer_sums(launch):
+    volume, out = small(3, 5, 6), np.zeros(3, np.float32)
+    launch(layer_sums_kernel, (2, 2, 2), (4, 3, 2), volume, out)
+    return out, volume.sum(axis=(1, 2))
+
+
+@cuda.jit
 def early_return_kernel(x, out):
     i = cuda.grid(1)
     if i >= x.size:
@@ -448,7 +489,8 @@ def tree_attention_case(n_rows=8, n_heads=2, n_keys=24, d=32):
 CASES = [
     block_sum, shuffle_sum, syncwarp_sum, half_warp_max, argmax, count_positive, scan,
     warp_scan, compact, bitonic_sort, transpose, matmul, stencil, reverse_rows,
-    histogram, gather_in_place, early_return, divergent_collectives,
+    histogram, gather_in_place, sum_and_count, layer_sums, early_return,
+    divergent_collectives,
 ]  # fmt: skip
 
 
