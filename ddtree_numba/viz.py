@@ -95,7 +95,7 @@ def tree_figure(
     ax.set_xlim(-0.6, x.max() + 0.9)
     ax.set_yticks([])
     # A tree of a few lines does not spread over the whole height.
-    ax.set_ylim(max(y.max() + 0.8, 8), -1.4)
+    ax.set_ylim(max(y.max() + 0.8, 8), -max(1.4, 0.012 * y.max()))
     ax.spines[["left", "right", "top"]].set_visible(False)
     ax.legend(
         handles=_tree_legend(bool(path)),
@@ -254,11 +254,14 @@ def mask_figure(
     )
     if prefix_len:
         ax.axvspan(-0.5 - band, -0.5, facecolor=SKY, hatch="//", edgecolor="white")
+        tall = n >= 12  # a few rows have no room for an upright line
+        between = " " if tall else "\n"
         ax.text(
             -0.5 - band / 2,
             (n - 1) / 2,
-            f"prefix: {prefix_len} rows, seen by all",
-            rotation=90,
+            f"prefix:{between}{prefix_len} rows,{between}seen by all",
+            rotation=90 if tall else 0,
+            fontsize=None if tall else 6,
             ha="center",
             va="center",
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
@@ -266,7 +269,7 @@ def mask_figure(
     _mark_cells(ax, tail, path)
     _label_rows(ax, host, b, n, decode, path)
     ax.set_xlim(-0.5 - band, n - 0.5)
-    ax.set_xlabel("tree row attended to (cache row = prefix + row)")
+    ax.set_xlabel("tree row attended to\n(cache row = prefix + row)")
     ax.set_ylabel("tree row that attends")
     seen, triangle = int(tail.sum()), n * (n + 1) // 2
     alt_text = (
