@@ -513,6 +513,17 @@ def test_no_race_in_the_parallel_version(monkeypatch, order, digits):
     assert_same(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("budget", "unused"),
+    [(64, "tree_build_parallel_kernel"), (65, "tree_build_kernel")],
+)
+def test_auto_takes_the_parallel_version_above_64_nodes(monkeypatch, budget, unused):
+    candidates = random_candidates(8, (1, 3, 6))
+    expected = tree_build(*candidates, budget)
+    monkeypatch.delattr(tree_build_module, unused)  # "auto" does without it
+    assert_same(tree_build(*candidates, budget, executor="emulator"), expected)
+
+
 @pytest.mark.ptx
 @pytest.mark.parametrize("cc", [(8, 0), (9, 0), (12, 0)])
 def test_ptx_adds_scores_in_float64_and_needs_no_local_memory(cc):

@@ -737,6 +737,8 @@ def tree_build(
     most = _most_draft_nodes(n_draft_nodes, budgets, max_draft_nodes)
     if version not in VERSIONS:
         raise ValueError(f"version is {version!r}; expected {', '.join(VERSIONS)}")
+    if version == "auto":
+        version = "simple" if most <= SIMPLE_UP_TO else "parallel"
     if at.executor == "numpy":
         return reference.tree_build(
             log_probs,
@@ -764,8 +766,7 @@ def tree_build(
             np.int32(root_tokens is not None),
         )
         outputs = vars(tree).values()
-        few = version == "auto" and most <= SIMPLE_UP_TO
-        if version == "simple" or few:
+        if version == "simple":
             at.launch(tree_build_kernel, batch, THREADS, *given, *outputs)
         else:
             pool = at.empty((batch, 5, POOL), np.int32)
