@@ -19,6 +19,7 @@ from ddtree_numba.kernels.ptx import (
     cp_async_wait_group,
 )
 from ddtree_numba.tree import DraftTree
+from ddtree_numba.viz import access, style, traces, trees
 
 PARENTS = [-1, 0, 1, 0, 3]
 LOG_PROBS = np.log([1, 0.6, 0.48, 0.3, 0.24])
@@ -64,7 +65,7 @@ def test_a_first_child_stands_level_with_its_parent(tree):
 
 def test_lines_do_not_share_a_level_and_depth():
     host = big_tree(200)
-    places = list(zip(host.depths[0], viz._levels(host.children(0)), strict=True))
+    places = list(zip(host.depths[0], trees.levels(host.children(0)), strict=True))
     assert len(set(places)) == len(places)
 
 
@@ -75,7 +76,7 @@ def test_the_accepted_path_is_thick_and_solid_and_others_are_dashed(tree):
     assert accepted.get_linewidth()[0] > 2 * others.get_linewidth()[0]
     assert accepted.get_linestyle()[0][1] is None  # solid
     assert others.get_linestyle()[0][1] is not None
-    assert to_hex(accepted.get_color()[0]).upper() == viz.BLUE
+    assert to_hex(accepted.get_color()[0]).upper() == style.BLUE
 
 
 def test_accepted_nodes_are_squares(tree):
@@ -138,8 +139,8 @@ def test_cells_of_accepted_rows_have_another_marker_too(tree):
 def test_cells_of_accepted_rows_are_orange(tree):
     figure, _ = viz.mask_figure(tree, accepted=[0, 3])
     pixels = figure.axes[0].images[0].get_array()
-    assert to_hex(pixels[3, 0] / 255).upper() == viz.ORANGE
-    assert to_hex(pixels[4, 0] / 255).upper() == viz.SKY
+    assert to_hex(pixels[3, 0] / 255).upper() == style.ORANGE
+    assert to_hex(pixels[4, 0] / 255).upper() == style.SKY
 
 
 def test_the_prefix_is_one_band_that_says_its_length(tree):
@@ -234,7 +235,7 @@ def test_lanes_are_drawn_with_a_column_an_access_and_a_dashed_line_a_barrier():
 
 
 def test_kinds_of_access_differ_in_their_marker_and_not_in_colour_alone():
-    markers = [style["marker"] for style in viz.KIND_STYLES.values()]
+    markers = [style["marker"] for style in traces.KIND_STYLES.values()]
     assert len(set(markers)) == 3
 
 
@@ -365,7 +366,7 @@ def test_a_map_that_is_cut_says_so():
 
     report = emulate(kernel, 1, 96, np.zeros((3, 96)), trace=True)
     figure, alt_text = viz.access_figure(report, "x")
-    assert figure.axes[0].images[0].get_array().shape == (3, viz.MOST_COLUMNS)
+    assert figure.axes[0].images[0].get_array().shape == (3, access.MOST_COLUMNS)
     assert "96 accesses of an element lie outside" in alt_text
     assert "a part" in figure.get_suptitle()
 

@@ -1,0 +1,25 @@
+"""Pictures, computed from arrays and traces: trees, masks, the sweep, what lanes do.
+
+Every function returns ``(figure, alt_text)``. Colours are Okabe and Ito's, and never
+the only cue: the accepted path is also thick and square, other lines are dashed, cells
+dotted. Figures are built without pyplot, so they need no display and leave no state.
+"""
+
+from ddtree_numba.viz.access import access_figure
+from ddtree_numba.viz.lanes import lanes_figure
+from ddtree_numba.viz.masks import mask_figure, round_figure
+from ddtree_numba.viz.memory import memory_figure
+from ddtree_numba.viz.show import show
+from ddtree_numba.viz.sweep import sweep_figure
+from ddtree_numba.viz.trees import tree_figure
+
+__all__ = [
+    "access_figure",
+    "lanes_figure",
+    "mask_figure",
+    "memory_figure",
+    "round_figure",
+    "show",
+    "sweep_figure",
+    "tree_figure",
+]

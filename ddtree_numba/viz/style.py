@@ -1,0 +1,43 @@
+"""Colours, sizes and labels that every picture shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from ddtree_numba.tree import DraftTree, quoted
+
+ORANGE, SKY, GREEN, BLUE, VERMILLION = (
+    "#E69F00",
+    "#56B4E9",
+    "#009E73",
+    "#0072B2",
+    "#D55E00",
+)
+GREY = "#8A8A8A"
+
+MOST_LABELS = 130
+"""Rows up to which every node and every line of a mask carries its token."""
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def blank_axes(width: float, height: float) -> Axes:
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    return figure.subplots()
+
+
+def line_height(n: int) -> float:
+    """Inches a line: room for a label while all nodes have one."""
+    return 0.26 if n <= MOST_LABELS else 0.03
+
+
+def token_text(host: DraftTree, b: int, row: int, decode: Decode | None) -> str:
+    token = int(host.token_ids[b, row])
+    if decode is None:
+        return str(token)
+    text = quoted(decode)([token])
+    # matplotlib reads text between dollar signs as mathematics.
+    return (text if len(text) <= 8 else text[:7] + "…").replace("$", r"\$")
