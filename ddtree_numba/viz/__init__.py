@@ -7,6 +7,7 @@ dotted. Figures are built without pyplot, so they need no display and leave no s
 
 from ddtree_numba.viz.access import access_figure
 from ddtree_numba.viz.lanes import lanes_figure
+from ddtree_numba.viz.link import link_figure
 from ddtree_numba.viz.masks import mask_figure, round_figure
 from ddtree_numba.viz.memory import memory_figure
 from ddtree_numba.viz.show import show
@@ -16,6 +17,7 @@ from ddtree_numba.viz.trees import tree_figure
 __all__ = [
     "access_figure",
     "lanes_figure",
+    "link_figure",
     "mask_figure",
     "memory_figure",
     "round_figure",
