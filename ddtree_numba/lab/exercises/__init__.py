@@ -1,0 +1,1 @@
+"""One module a notebook: its exercise, solution, cases, and wrong answers."""
