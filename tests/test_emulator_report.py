@@ -9,7 +9,7 @@ from numba import cuda, float32, int32
 from test_emulator_bugs import marked_line
 from test_emulator_kernels import CASES, histogram, matmul, transpose
 
-from ddtree_numba.emulator import EmulatorError, LaunchError, emulate, trace
+from ddtree_numba.emulator import EmulatorError, LaunchError, emulate, trace, traced
 
 
 def row_of(table, **wanted):
@@ -269,6 +269,15 @@ def test_an_untraced_report_says_how_to_get_one():
             getattr(report, name)
     with pytest.raises(EmulatorError, match="trace=True"):
         report.score()
+
+
+def test_traced_reports_the_launches_within_it_and_no_others():
+    arguments = uneven_kernel, 1, 1, np.zeros((1, 1)), np.zeros(1)
+    with traced() as reports:
+        emulate(*arguments)
+        emulate(*arguments)
+    emulate(*arguments)
+    assert [report.traced for report in reports] == [True, True]
 
 
 # -- what the trace holds -------------------------------------------------------------

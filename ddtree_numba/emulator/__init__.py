@@ -5,6 +5,8 @@
     emulate(kernel, grid, block, *args)                       # arrays change in place
     report = emulate(kernel, grid, block, *args, trace=True)
     report.races, report.memory, report.divergence, report.accesses
+    with traced() as reports:                                 # launches of a wrapper
+        tree_build(..., executor="emulator")
 
 The kernel's Python function (`py_func`) runs once a lane, each lane a greenlet. A hub
 lets one lane run until it waits at a barrier or a warp collective, then the next; when
@@ -108,7 +110,7 @@ from .errors import (
     UnsupportedError,
 )
 from .intrinsics import emulation
-from .launch import emulate
+from .launch import emulate, traced
 from .report import Report
 from .trace import Race
 
@@ -129,4 +131,5 @@ __all__ = [
     "UnsupportedError",
     "emulate",
     "emulation",
+    "traced",
 ]

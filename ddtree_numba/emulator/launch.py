@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -17,12 +19,38 @@ from .report import Report
 from .scalars import CASTS
 from .trace import Recorder
 
-__all__ = ["emulate"]
+__all__ = ["emulate", "traced"]
 
 ORDERS = ("forward", "reverse", "shuffled")
 MAX_THREADS = 1024  # a block
 MAX_BLOCK = (1024, 1024, 64)
 MAX_GRID = (2**31 - 1, 65535, 65535)
+
+_reports: ContextVar[list[Report] | None] = ContextVar("reports", default=None)
+
+
+@contextmanager
+def traced() -> Iterator[list[Report]]:
+    """Trace every launch within, those of a stage's host wrapper too.
+
+    Yields
+    ------
+    list of Report
+        One a launch, in their order; filled as they end.
+
+    Examples
+    --------
+    >>> with traced() as reports:                                 # doctest: +SKIP
+    ...     verify_attn(..., executor="emulator")
+    >>> reports[0].races                                          # doctest: +SKIP
+    []
+    """
+    reports: list[Report] = []
+    token = _reports.set(reports)
+    try:
+        yield reports
+    finally:
+        _reports.reset(token)
 
 
 def emulate(
@@ -93,7 +121,9 @@ def emulate(
             f"{name}, dynamic_shared: {dynamic_shared} bytes, the limit is "
             f"{SHARED_LIMIT}"
         )
-    recorder = Recorder(name, threads) if trace else None
+    reports = _reports.get()
+    traces = trace or reports is not None
+    recorder = Recorder(name, threads) if traces else None
     names = _parameter_names(function, args)
     given = [_argument(n, a, recorder) for n, a in zip(names, args, strict=True)]
     hub = Hub(name, grid_dim, block_dim, order, seed, recorder)
@@ -102,7 +132,10 @@ def emulate(
     # Division by zero gives inf or NaN and float32 overflows to inf, as on the GPU.
     with np.errstate(all="ignore"):
         hub.run(lambda: bound(*given))
-        return Report(name, grid_dim, block_dim, recorder)
+        report = Report(name, grid_dim, block_dim, recorder)
+    if reports is not None:
+        reports.append(report)
+    return report
 
 
 def _dim3(
