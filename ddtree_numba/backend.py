@@ -14,6 +14,8 @@ default of whoever asks; asking for a GPU that is not there is an error that say
 
 A host wrapper is written once for the three: `place` says where it runs, takes the
 inputs there, launches, and gives the outputs back in the caller's own kind of array.
+Within a `Workspace` calls that are repeated allocate only once, so that a CUDA graph
+can hold them.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import functools
 import os
 import platform
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar, Token
 from typing import Any
 
 import numpy as np
@@ -224,6 +227,82 @@ def _is_bf16(x: Any) -> bool:
     return str(getattr(x, "dtype", "")) in ("torch.bfloat16", "bfloat16")
 
 
+class Workspace:
+    """The arrays of calls that are repeated, and the stream of their launches.
+
+    What the stages allocate within ``with workspace:`` is kept the first time; every
+    later time the same calls get the same arrays, in the same order. Hence their
+    results hold until the next time, nothing is allocated any more, and a CUDA graph,
+    which replays launches on the addresses that it saw, can capture the calls::
+
+        workspace = Workspace()
+        with workspace:
+            tree = tree_build(*topk(logits, 64), 64)  # allocates, compiles
+        with workspace, torch.cuda.graph(graph):
+            tree = tree_build(*topk(logits, 64), 64)
+
+    Attributes
+    ----------
+    stream : int
+        Handle of the stream that launches go to; 0 is the one that the arrays' library
+        works on (Numba: CUDA's default stream).
+
+    Raises
+    ------
+    ValueError
+        From an allocation that differs from the first time's in shape or dtype.
+    RuntimeError
+        If one workspace is entered within itself.
+    """
+
+    def __init__(self, stream: int = 0) -> None:
+        self.stream = stream
+        self._arrays: list[Any] = []
+        self._used = 0
+        self._token: Token | None = None
+
+    def __enter__(self) -> Workspace:
+        if self._token:
+            raise RuntimeError("this workspace is in use already")
+        self._token = _workspace.set(self)
+        self._used = 0
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        assert self._token is not None
+        _workspace.reset(self._token)
+        self._token = None
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype, make: Callable) -> Any:
+        """The next array, from ``make(shape, dtype)`` the first time."""
+        if self._used == len(self._arrays):
+            self._arrays.append(make(shape, dtype))
+        x = self._arrays[self._used]
+        if x.shape != shape or x.dtype != dtype:
+            raise ValueError(
+                f"allocation {self._used} of a workspace has shape {shape} and dtype "
+                f"{dtype}; expected the first time's, {x.shape} and {x.dtype}"
+            )
+        self._used += 1
+        return x
+
+
+_workspace: ContextVar[Workspace | None] = ContextVar("workspace", default=None)
+
+
+@cuda.jit
+def fill_kernel(
+    value,  # of x's dtype
+    x,  # out [n] any element
+):
+    i = cuda.grid(1)
+    if i < x.size:
+        x[i] = value
+
+
+FILL_THREADS = 256
+
+
 class Place:
     """Where one call of a stage runs; made by `place`.
 
@@ -234,12 +313,22 @@ class Place:
     on_device : bool
         Whether the caller's arrays lie on a GPU: then outputs stay there, and nothing
         is copied to the host to be checked.
+    library : str
+        Whose arrays they are: "numpy", "numba", "torch" or "cupy".
     """
 
-    def __init__(self, executor: str, kind: str) -> None:
+    def __init__(self, executor: str, library: str) -> None:
         self.executor = executor
-        self.on_device = kind != "numpy"
-        self._kind = kind
+        self.on_device = library != "numpy"
+        self.library = library
+
+    @property
+    def stream(self) -> Any:
+        """Numba's object for the stream that launches go to; 0 is CUDA's default."""
+        workspace = _workspace.get()
+        handle = workspace.stream if workspace else 0
+        handle = handle or _current_stream(self.library)
+        return cuda.external_stream(handle) if handle else 0
 
     def checks(self, check: bool | None, name: str) -> bool:
         """Whether a stage is to look at its inputs' values.
@@ -344,14 +433,23 @@ class Place:
         return x
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
-        """An uninitialised array where the kernel runs."""
+        """An uninitialised array where the kernel runs; within a workspace, its own."""
         make = cuda.device_array if self.executor == "gpu" else np.empty
+        workspace = _workspace.get()
+        if workspace:
+            return workspace.take(tuple(shape), np.dtype(dtype), make)
         return make(tuple(shape), np.dtype(dtype))
 
     def full(self, shape: Sequence[int], value: Any, dtype: Any) -> Any:
         """An array filled with `value` where the kernel runs."""
-        x = np.full(tuple(shape), value, np.dtype(dtype))
-        return cuda.to_device(x) if self.executor == "gpu" else x
+        x = self.empty(shape, dtype)
+        if self.executor != "gpu":
+            x[...] = value
+        elif x.size:  # not uploaded: a graph could not hold that
+            grid = -(-x.size // FILL_THREADS)
+            flat = x.reshape(x.size)
+            self.launch(fill_kernel, grid, FILL_THREADS, x.dtype.type(value), flat)
+        return x
 
     def launch(
         self, kernel: Any, grid: Any, block: Any, *args: Any, dynamic_shared: int = 0
@@ -364,8 +462,7 @@ class Place:
         if 0 in np.atleast_1d(grid):
             return
         if self.executor == "gpu":
-            stream = _current_stream(self._kind)
-            configured = kernel[grid, block, stream, dynamic_shared]
+            configured = kernel[grid, block, self.stream, dynamic_shared]
             if dynamic_shared > 48 * 1024:
                 # Set, not appended to: Numba keeps a kernel's configurations.
                 configured.pre_launch_callbacks[:] = [_allow_dynamic_shared]
@@ -377,13 +474,13 @@ class Place:
 
     def give(self, x: Any) -> Any:
         """Return an output in the caller's kind of array (device kinds: no copy)."""
-        if self.executor != "gpu" or self._kind == "numba":
+        if self.executor != "gpu" or self.library == "numba":
             return x
-        if self._kind == "torch":
+        if self.library == "torch":
             import torch
 
             return torch.as_tensor(x, device="cuda")
-        if self._kind == "cupy":
+        if self.library == "cupy":
             import cupy
 
             return cupy.asarray(x)
@@ -429,18 +526,17 @@ def place(
     return Place("gpu", library if library in ("torch", "cupy") else "numba")
 
 
-def _current_stream(library: str) -> Any:
-    """The stream that a library works on now; 0 is CUDA's default."""
-    handle = 0
+def _current_stream(library: str) -> int:
+    """Handle of the stream that a library works on now; 0 is CUDA's default."""
     if library == "torch":
         import torch
 
-        handle = torch.cuda.current_stream().cuda_stream
-    elif library == "cupy":
+        return torch.cuda.current_stream().cuda_stream
+    if library == "cupy":
         import cupy
 
-        handle = cupy.cuda.get_current_stream().ptr
-    return cuda.external_stream(handle) if handle else 0
+        return cupy.cuda.get_current_stream().ptr
+    return 0
 
 
 def whole_number(x: Any, name: str, *, least: int = 0, most: int | None = None) -> int:

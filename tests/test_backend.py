@@ -8,7 +8,7 @@ import pytest
 from numba import cuda, float32, int32, types, uint16
 
 from ddtree_numba import backend, bf16
-from ddtree_numba.backend import Place, place
+from ddtree_numba.backend import Place, Workspace, place
 
 NO_GPU = "no NVIDIA GPU with a working driver was found on this machine"
 
@@ -270,6 +270,70 @@ def test_an_empty_grid_launches_nothing(kernel_executor):
     for grid in (0, (0,), (3, 0, 1)):
         at.launch(double_kernel, grid, 1, untouched, untouched)
     assert at.give(untouched).tolist() == [7]
+
+
+def test_an_array_is_filled_where_the_kernel_runs(executor):
+    at = place(executor)
+    for value, dtype in ((-np.inf, F32), (-1, I32), (7, np.uint32)):
+        found = at.give(at.full((2, 3, 50), value, dtype))
+        np.testing.assert_array_equal(found, np.full((2, 3, 50), value, dtype))
+    assert at.give(at.full((2, 0), 1, I32)).shape == (2, 0)
+
+
+# --------------------------------------------------------------------------- workspace
+
+
+def test_a_workspace_gives_the_same_arrays_in_the_same_order(kernel_executor):
+    at, workspace, rounds = place(kernel_executor), Workspace(), []
+    for _ in range(3):
+        with workspace:
+            arrays = at.empty((2, 3), F32), at.full((4,), 5, I32), at.empty((4,), I32)
+        assert at.give(arrays[1]).tolist() == [5] * 4
+        at.launch(double_kernel, 1, 32, at.put(np.ones(4, F32)), arrays[1])
+        rounds.append([id(x) for x in arrays])
+    assert rounds[0] == rounds[1] == rounds[2]
+    assert len(set(rounds[0])) == 3
+    assert at.empty((2, 3), F32) is not arrays[0], "outside arrays are new"
+
+
+def test_calls_that_differ_from_the_first_time_are_an_error():
+    workspace = Workspace()
+    with workspace:
+        HOST.empty((2,), F32)
+        HOST.empty((3,), F32)
+    with pytest.raises(ValueError) as caught, workspace:
+        HOST.empty((2,), F32)
+        HOST.empty((4,), F32)
+    assert str(caught.value) == (
+        "allocation 1 of a workspace has shape (4,) and dtype float32; expected the "
+        "first time's, (3,) and float32"
+    )
+    with pytest.raises(ValueError, match="allocation 0 .* dtype int32; .* float32"):
+        with workspace:
+            HOST.empty((2,), I32)
+
+
+def test_workspaces_nest_but_not_in_themselves():
+    outer, inner = Workspace(), Workspace()
+    with outer:
+        x = HOST.empty((2,), F32)
+        with inner:
+            y = HOST.empty((2,), F32)
+        z = HOST.empty((2,), F32)
+        with pytest.raises(RuntimeError, match="in use already"), outer:
+            pass
+    assert len({id(x), id(y), id(z)}) == 3
+    with outer:
+        assert HOST.empty((2,), F32) is x
+        assert HOST.empty((2,), F32) is z
+
+
+@pytest.mark.gpu
+def test_launches_go_to_the_stream_of_the_workspace():
+    at, stream = place("gpu"), cuda.stream()
+    assert at.stream == 0
+    with Workspace(int(stream)):
+        assert int(at.stream) == int(stream)
 
 
 # ------------------------------------------------------------------- float32 in kernels
