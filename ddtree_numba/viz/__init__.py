@@ -6,22 +6,35 @@ dotted. Figures are built without pyplot, so they need no display and leave no s
 """
 
 from ddtree_numba.viz.access import access_figure
+from ddtree_numba.viz.film import show_film
+from ddtree_numba.viz.heap import heap_animation, heap_figure
 from ddtree_numba.viz.lanes import lanes_figure
 from ddtree_numba.viz.link import link_figure
 from ddtree_numba.viz.masks import mask_figure, round_figure
 from ddtree_numba.viz.memory import memory_figure
+from ddtree_numba.viz.online import online_figure
+from ddtree_numba.viz.reads import element_reads, reads_figure
 from ddtree_numba.viz.show import show
 from ddtree_numba.viz.sweep import sweep_figure
 from ddtree_numba.viz.trees import tree_figure
+from ddtree_numba.viz.walk import accept_figure, compact_figure
 
 __all__ = [
+    "accept_figure",
     "access_figure",
+    "compact_figure",
+    "element_reads",
+    "heap_animation",
+    "heap_figure",
     "lanes_figure",
     "link_figure",
     "mask_figure",
     "memory_figure",
+    "online_figure",
+    "reads_figure",
     "round_figure",
     "show",
+    "show_film",
     "sweep_figure",
     "tree_figure",
 ]

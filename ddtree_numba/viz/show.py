@@ -19,8 +19,13 @@ def png(figure: Figure, dpi: float = 100) -> bytes:
     figure.savefig(
         buffer, format="png", dpi=dpi, facecolor="white", metadata={"Software": None}
     )
-    picture = Image.open(buffer).convert("RGB")
-    small = picture.quantize(COLOURS, dither=Image.Dither.NONE)
+    return with_palette(buffer.getvalue())
+
+
+def with_palette(picture: bytes) -> bytes:
+    """A PNG with `COLOURS` colours."""
+    image = Image.open(io.BytesIO(picture)).convert("RGB")
+    small = image.quantize(COLOURS, dither=Image.Dither.NONE)
     result = io.BytesIO()
     small.save(result, format="png", optimize=True)
     return result.getvalue()

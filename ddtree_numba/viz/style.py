@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import AbstractPathEffect, withStroke
 
 from ddtree_numba.tree import DraftTree, quoted
 
@@ -27,6 +28,11 @@ Decode = Callable[[Sequence[int]], str]
 def blank_axes(width: float, height: float) -> Axes:
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     return figure.subplots()
+
+
+def halo() -> list[AbstractPathEffect]:
+    """Keeps letters readable where lines or nodes are dense."""
+    return [withStroke(linewidth=2.5, foreground="white")]
 
 
 def line_height(n: int) -> float:

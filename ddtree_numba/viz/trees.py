@@ -10,7 +10,6 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patheffects import withStroke
 
 from ddtree_numba.tree import DraftTree
 from ddtree_numba.viz.style import (
@@ -20,6 +19,7 @@ from ddtree_numba.viz.style import (
     ORANGE,
     Decode,
     blank_axes,
+    halo,
     line_height,
     token_text,
 )
@@ -155,8 +155,7 @@ def _label_node(
         fontsize=9,
         fontweight="bold" if on_path else "normal",
         family="monospace",
-        # A halo keeps the letters readable where lines or nodes are dense.
-        path_effects=[withStroke(linewidth=2.5, foreground="white")],
+        path_effects=halo(),
         zorder=4,
     )
 
