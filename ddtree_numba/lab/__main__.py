@@ -7,8 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-from nbclient.exceptions import CellExecutionError
-
 from ddtree_numba.lab import notebooks
 
 
@@ -17,7 +15,7 @@ def main() -> int:
     args = _parser().parse_args()
     try:
         return args.run(args)
-    except (notebooks.NotebookError, CellExecutionError) as error:
+    except (notebooks.NotebookError, notebooks.CellExecutionError) as error:
         print(error, file=sys.stderr)
         return 1
 

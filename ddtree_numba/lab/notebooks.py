@@ -20,6 +20,7 @@ from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError as CellExecutionError
 from PIL import Image
 
 from ddtree_numba.lab.exercise import find
@@ -59,6 +60,8 @@ _PLACES = re.compile(
         ]
     )
 )
+
+_NO_ALT = re.compile(r"<img(?![^>]*\balt=)")
 
 
 class NotebookError(Exception):
@@ -179,6 +182,8 @@ def _cell_faults(cell: Any) -> Iterator[str]:
             if mime == "image/png":
                 if not output.metadata.get(mime, {}).get("alt"):
                     yield "a picture without alt text; viz.show gives it one"
+            elif _NO_ALT.search(str(data)):
+                yield "a picture without alt text"
             elif match := _PLACES.search(str(data)):
                 yield f"its output names a place of this machine: {match.group()}"
 
