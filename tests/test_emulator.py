@@ -903,7 +903,8 @@ def test_an_unknown_name_is_named(body, name):
 
 def test_every_stub_of_numba_has_a_meaning_here():
     stubs = pytest.importorskip("numba.cuda.stubs")
-    known = Cuda(Hub("", (1, 1, 1), (1, 1, 1), "forward", 0, None), 0, None)
+    hub = Hub("", (1, 1, 1), (1, 1, 1), "forward", 0, None, lambda: None)
+    known = Cuda(hub)
     names = [v for v in vars(stubs).values() if isinstance(v, type)]
     found = 0
     for stub in {*names, *stubs._vector_type_stubs} - {stubs.Stub, stubs.Dim3}:

@@ -293,7 +293,7 @@ def small_trace(monkeypatch):
     look = trace.Recorder._look
 
     def noted(recorder, phase):
-        looked.append(sum(len(t["lane"]) for t in recorder._held))
+        looked.append(sum(len(t["lane"]) for t in recorder._now.held))
         look(recorder, phase)
 
     monkeypatch.setattr(trace.Recorder, "_look", noted)

@@ -97,6 +97,7 @@ kernel.
 
 from .errors import (
     BarrierDivergenceError,
+    BarrierUseError,
     DeadlockError,
     EmulatorError,
     InFlightError,
@@ -106,8 +107,10 @@ from .errors import (
     MisalignedError,
     OutOfBoundsError,
     StuckError,
+    UnfencedError,
     UninitialisedReadError,
     UnsupportedError,
+    WarpgroupError,
 )
 from .intrinsics import emulation
 from .launch import emulate, traced
@@ -116,6 +119,7 @@ from .trace import Race
 
 __all__ = [
     "BarrierDivergenceError",
+    "BarrierUseError",
     "DeadlockError",
     "EmulatorError",
     "InFlightError",
@@ -127,8 +131,10 @@ __all__ = [
     "Race",
     "Report",
     "StuckError",
+    "UnfencedError",
     "UninitialisedReadError",
     "UnsupportedError",
+    "WarpgroupError",
     "emulate",
     "emulation",
     "traced",

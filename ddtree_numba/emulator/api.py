@@ -8,25 +8,20 @@ from collections.abc import Callable
 from functools import lru_cache
 from sys import _getframe
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from . import scalars
 from .arrays import POISON, Cells, Written, open_array, poisoned
-from .errors import LaunchError, MaskError, UnsupportedError
+from .errors import MaskError, UnsupportedError
 from .half import Fp16
 from .lanes import WARP, Hub
 from .vectors import VECTORS
 
-if TYPE_CHECKING:
-    from .trace import Recorder
-
-__all__ = ["SHARED_LIMIT", "Cuda"]
+__all__ = ["Cuda"]
 
 _FULL = 0xFFFFFFFF
-STATIC_SHARED_LIMIT = 48 * 1024  # bytes a block, every card
-SHARED_LIMIT = 227 * 1024  # bytes a block with dynamic memory, sm_90
 
 
 class Cuda:
@@ -39,15 +34,13 @@ class Cuda:
 
     warpsize = WARP
 
-    def __init__(
-        self, hub: Hub, dynamic_shared: int, recorder: Recorder | None
-    ) -> None:
+    def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self.threadIdx = hub.thread
         self.blockIdx = hub.block
         self.blockDim = hub.block_dim
         self.gridDim = hub.grid_dim
-        self.shared = _Shared(hub, dynamic_shared, recorder)
+        self.shared = _Shared(hub)
         self.local = _Local()
         self.const = _Const()
         self.atomic = _Atomic(hub)
@@ -284,29 +277,9 @@ class _Shared:
     `inlined` holds the ids of the code that numba inlines into its callers.
     """
 
-    def __init__(
-        self, hub: Hub, dynamic_nbytes: int, recorder: Recorder | None
-    ) -> None:
-        self._recorder = recorder
-        self._dynamic_nbytes = dynamic_nbytes
-        self._arrays: dict[tuple[Any, ...], Cells] = {}
-        self._memory: list[tuple[np.ndarray, Written]] = []
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
         self.inlined: set[int] = set()
-        self._static_nbytes = 0
-        self._dynamic, self._dynamic_written = self._allocate(dynamic_nbytes, 16)
-        hub.new_block = self._clear
-
-    def _allocate(self, nbytes: int, alignment: int) -> tuple[np.ndarray, memoryview]:
-        memory, written = poisoned(nbytes, max(8, alignment)), Written(nbytes)
-        self._memory.append((memory, written))
-        return memory, memoryview(written)
-
-    def _clear(self) -> None:
-        """Make all memory as if it were new: a trace knows it by its address."""
-        for memory, written in self._memory:
-            memory[:] = poisoned(len(memory))
-            written[:] = bytes(len(written))
-            written.in_flight.clear()
 
     def array(self, shape: Any, dtype: Any, alignment: int | None = None) -> Cells:
         frame = _getframe(1)
@@ -316,37 +289,9 @@ class _Shared:
         while id(caller.f_code) in self.inlined and caller.f_back is not None:
             caller = caller.f_back  # inlined: every call has arrays of its own
             site += _call_site(caller.f_code, caller.f_lasti)
-        found = self._arrays.get(site)
-        if found is None:
-            name = variable or f"shared@{frame.f_lineno}"
-            kind = scalars.as_dtype(dtype)
-            found = self._new(name, _shape(shape), kind, alignment or kind.itemsize)
-            self._arrays[site] = found
-        return found
-
-    def _new(
-        self, name: str, shape: tuple[int, ...], dtype: np.dtype, alignment: int
-    ) -> Cells:
-        if math.prod(shape) == 0:
-            count = self._dynamic_nbytes // dtype.itemsize
-            data = self._dynamic[: count * dtype.itemsize].view(dtype)
-            written = self._dynamic_written[: data.nbytes]
-        else:
-            nbytes = math.prod(shape) * dtype.itemsize
-            self._static_nbytes += nbytes
-            self._check_size(name)
-            memory, written = self._allocate(nbytes, alignment)
-            data = memory.view(dtype).reshape(shape)
-        return open_array(name, "shared", data, written, self._recorder)
-
-    def _check_size(self, name: str) -> None:
-        static, dynamic = self._static_nbytes, self._dynamic_nbytes
-        if static > STATIC_SHARED_LIMIT or static + dynamic > SHARED_LIMIT:
-            raise LaunchError(
-                f"{name}: the block needs {static} bytes of static and {dynamic} of "
-                f"dynamic shared memory; the limits are {STATIC_SHARED_LIMIT} static "
-                f"and {SHARED_LIMIT} together"
-            )
+        name = variable or f"shared@{frame.f_lineno}"
+        kind = scalars.as_dtype(dtype)
+        return self._hub.memory.array(site, name, _shape(shape), kind, alignment)
 
 
 class _Local:
@@ -358,7 +303,7 @@ class _Local:
         kind, size = scalars.as_dtype(dtype), _shape(shape)
         nbytes = math.prod(size) * kind.itemsize
         data = poisoned(nbytes).view(kind).reshape(size)
-        written = memoryview(bytearray(nbytes))
+        written = memoryview(Written(nbytes))
         name = variable or f"local@{frame.f_lineno}"
         return open_array(name, "local", data, written)
 

@@ -49,17 +49,51 @@ _WORDS = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
 class Written(bytearray):
-    """The bitmap of shared memory.
+    """The bitmap of a piece of shared or local memory, and what else is known of it.
 
     Attributes
     ----------
     in_flight : dict
-        ``{address // 16: copy}`` of the copies that are on their way there.
+        ``{address // 16: copy}`` of what is on its way there; None as a key stands for
+        every address.
+    data : numpy.ndarray
+        The memory, uint8 (of shared memory only, like all that follows).
+    start, base : int
+        Its first address in this process, and in the block's shared memory.
+    array : Array or None
+        Whose it is.
+    fenced : numpy.ndarray or None
+        The memory as asynchronous instructions see it: what was stored since the last
+        proxy fence is not there. None as long as there were none.
     """
+
+    data: np.ndarray
+    start: int
+    base: int
+    array: Array | None
+    fenced: np.ndarray | None
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes)
-        self.in_flight: dict[int, Any] = {}
+        self.in_flight: dict[int | None, Any] = {}
+        self.array = self.fenced = None
+
+    def renew(self) -> None:
+        """Make it as if nothing had ever been written."""
+        self[:] = bytes(len(self))
+        self.data[:] = poisoned(len(self))
+        self.in_flight.clear()
+        self.fenced = None
+
+    def proxy(self) -> np.ndarray:
+        """`fenced`, from now on kept."""
+        if self.fenced is None:
+            self.fenced = poisoned(len(self))
+        return self.fenced
+
+    def arriving(self, address: int) -> Any:
+        """What is on its way to an address."""
+        return self.in_flight.get(address // 16) or self.in_flight.get(None)
 
 
 def poisoned(nbytes: int, alignment: int = 16) -> np.ndarray:
@@ -289,7 +323,7 @@ class Cells:
         address = self.array.address + offset * self.itemsize
         where = ", ".join(map(str, self.array.index_of(offset)))
         name = f"{self.array.name}[{where}]"
-        copy = getattr(self.words.obj, "in_flight", {}).get(address // 16)
+        copy = self.words.obj.arriving(address)
         if copy is not None:
             return InFlightError(f"{name}: read while {copy} is on its way there")
         return UninitialisedReadError(unwritten(name, self.array.space))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 __all__ = [
     "BarrierDivergenceError",
+    "BarrierUseError",
     "DeadlockError",
     "EmulatorError",
     "InFlightError",
@@ -22,7 +23,9 @@ __all__ = [
     "Place",
     "StuckError",
     "UninitialisedReadError",
+    "UnfencedError",
     "UnsupportedError",
+    "WarpgroupError",
 ]
 
 
@@ -107,6 +110,18 @@ class InFlightError(EmulatorError):
     """Memory is used while an asynchronous copy from or to it is on its way."""
 
 
+class UnfencedError(EmulatorError):
+    """An asynchronous instruction uses what no fence has made visible to it."""
+
+
+class BarrierUseError(EmulatorError, ValueError):
+    """A named barrier or mbarrier is used in a way that has no meaning."""
+
+
+class WarpgroupError(EmulatorError, ValueError):
+    """The lanes of a warpgroup do not execute an instruction together."""
+
+
 class StuckError(EmulatorError):
     """No lane can go on.
 
@@ -130,8 +145,8 @@ class StuckError(EmulatorError):
 
 
 class BarrierDivergenceError(StuckError):
-    """Some lanes wait at a block barrier that the others do not come to."""
+    """Some lanes wait at a block or named barrier that the others do not come to."""
 
 
 class DeadlockError(StuckError):
-    """A warp collective names lanes that never come, or lanes spin for ever."""
+    """A warp collective or an mbarrier waits for what never comes, or lanes spin."""

@@ -77,13 +77,17 @@ class Executing:
     ----------
     lane : int
         Its number in the warp.
+    hub : Hub
+        Who runs the lanes; ``hub.lane`` is this one.
+    frame : FrameType
+        The kernel's, at the instruction.
     """
 
-    __slots__ = ("_frame", "_hub", "lane")
+    __slots__ = ("frame", "hub", "lane")
 
     def __init__(self, hub: Hub, frame: FrameType) -> None:
-        self._hub = hub
-        self._frame = frame
+        self.hub = hub
+        self.frame = frame
         self.lane = hub.lane.laneid
 
     def together(
@@ -110,8 +114,8 @@ class Executing:
             results = over_warp([by_lane[lane] for lane in range(WARP)])
             return dict(enumerate(results))
 
-        return self._hub.rendezvous(
-            "aligned", name, (1 << WARP) - 1, given, combine, frame=self._frame
+        return self.hub.rendezvous(
+            "aligned", name, (1 << WARP) - 1, given, combine, frame=self.frame
         )
 
     # -- memory -----------------------------------------------------------------------
@@ -121,7 +125,7 @@ class Executing:
     ) -> np.ndarray:
         """`nbytes` bytes from an element on, uint8 [nbytes]; aligned to `nbytes`."""
         span = Span(array, index, nbytes, name, space, alignment=nbytes)
-        return span.read(self._frame)
+        return span.read(self.frame)
 
     # -- copies that arrive later -----------------------------------------------------
 
@@ -144,7 +148,7 @@ class Executing:
         origin = None
         if n_read:
             origin = Span(source, source_index, n_read, name, "global", alignment=16)
-        self._copies.request(name, self._hub.lane, self._frame, target, origin)
+        self._copies.request(name, self.hub.lane, self.frame, target, origin)
 
     def commit_copies(self) -> None:
         """Close the group of the copies since the last commit."""
@@ -152,11 +156,11 @@ class Executing:
 
     def wait_for_copies(self, n: int) -> None:
         """Let all groups arrive but the newest `n`."""
-        self._copies.wait(n, self._frame)
+        self._copies.wait(n, self.frame)
 
     @property
     def _copies(self) -> Copies:
-        lane = self._hub.lane
+        lane = self.hub.lane
         if lane.copies is None:
             lane.copies = Copies()
         return lane.copies

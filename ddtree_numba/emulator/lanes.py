@@ -2,8 +2,10 @@
 
 Every lane of a block is a greenlet. The hub lets one lane run at a time, until it waits
 at a barrier or a warp collective or returns. When no lane can run, the hub looks which
-of them wait for each other (`Hub._release`), gives those their results and goes on; if
-nobody can be released, the kernel is stuck and the hub says who waits where.
+of them wait for each other (`Hub._release`), gives those their results and goes on. If
+nobody can be released, it lets a copy in bulk arrive (`bulk.py`); if there is none, it
+runs another block, should a lane wait for one; and if that is of no use either, the
+kernel is stuck and the hub says who waits where.
 """
 
 from __future__ import annotations
@@ -11,13 +13,15 @@ from __future__ import annotations
 import contextvars
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from sys import _getframe
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
 
+from .clocks import Clock, join
 from .errors import (
     BarrierDivergenceError,
     DeadlockError,
@@ -30,11 +34,16 @@ from .errors import (
 
 if TYPE_CHECKING:
     from .copies import Copies
+    from .hopper import Units
+    from .shared import SharedMemory
     from .trace import Recorder
 
-__all__ = ["INSTRUCTIONS", "WARP", "Dim3", "Hub", "Lane"]
+__all__ = [
+    "INSTRUCTIONS", "WARP", "WARPGROUP", "Block", "Dim3", "Hub", "Lane", "Until",
+]  # fmt: skip
 
 WARP = 32
+WARPGROUP = 128
 
 #: Code that stands for one instruction of a kernel (intrinsics.py), wherever it is.
 INSTRUCTIONS: set[CodeType] = set()
@@ -63,11 +72,13 @@ class Wait:
 
     `scope` is ``"block"`` (all lanes of the block), ``"warp"`` (the lanes that `mask`
     names), ``"aligned"`` (the 32 lanes of a warp, at the same place), ``"converged"``
-    (whoever of the warp comes to the same place), or ``"spin"`` (nobody: the lane only
-    lets others run).
+    (whoever of the warp comes to the same place), ``"until"`` (until `until` is ready),
+    or ``"spin"`` (nobody: the lane only lets others run).
     """
 
-    __slots__ = ("combine", "mask", "name", "orders_memory", "payload", "scope", "site")
+    __slots__ = (
+        "combine", "mask", "name", "orders_memory", "payload", "scope", "site", "until",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -82,34 +93,67 @@ class Wait:
         self.scope, self.name, self.mask, self.site = scope, name, mask, site
         self.payload, self.combine = payload, combine
         self.orders_memory = orders_memory
+        self.until: Until
 
 
-_FIRST_CLOCKS = [tuple(int(j == n) for j in range(WARP)) for n in range(WARP)]
+class Until:
+    """What a lane can wait for by itself.
 
-
-class Lane:
-    """One thread of a block.
-
-    `index` counts through the block, x fastest. `clock` is a vector clock over the
-    warp: the stretch between two warp barriers that this lane is in, and for every
-    other lane the last stretch that is known to be over.
+    Attributes
+    ----------
+    kind : type
+        The error, if it never comes.
+    complaint : str
+        What is wrong then.
+    elsewhere : bool
+        Whether another block may bring it.
     """
 
+    kind: type[StuckError] = DeadlockError
+    complaint = ""
+    elsewhere = False
+
+    def ready(self) -> bool:
+        """Whether it is there."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        """How far it is, for messages."""
+        raise NotImplementedError
+
+
+class Lane(Clock):
+    """One thread of a block; `index` counts through the block, x fastest."""
+
     __slots__ = (
-        "clock", "copies", "greenlet", "index", "laneid", "left", "result", "thread",
-        "wait", "warp",
+        "copies", "greenlet", "laneid", "left", "result", "thread", "wait", "warp",
     )  # fmt: skip
 
-    def __init__(self, index: int, thread: tuple[int, int, int]) -> None:
-        self.index = index
+    def __init__(
+        self, index: int, thread: tuple[int, int, int], known: np.ndarray
+    ) -> None:
+        super().__init__(index, known)
         self.thread = thread
         self.warp, self.laneid = divmod(index, WARP)
         self.left = False
         self.wait: Wait | None = None
         self.result: Any = None
         self.copies: Copies | None = None  # its asynchronous copies, once it has any
-        self.clock = _FIRST_CLOCKS[self.laneid]
         self.greenlet: greenlet
+
+
+class Block:
+    """What is a block's own, while another one runs."""
+
+    __slots__ = ("at", "lanes", "memory", "phase", "trace", "units")
+
+    def __init__(
+        self, at: tuple[int, int, int], lanes: list[Lane], memory: SharedMemory
+    ) -> None:
+        self.at, self.lanes, self.memory = at, lanes, memory
+        self.phase = 0  # block barriers passed
+        self.units: Units | None = None
+        self.trace: Any = None
 
 
 class Hub:
@@ -121,6 +165,10 @@ class Hub:
         The lane that runs now.
     thread, block : Dim3
         `threadIdx` and `blockIdx` of that lane.
+    now : Block
+        Its block.
+    order, random
+        In which order lanes, blocks and copies in bulk go.
     """
 
     def __init__(
@@ -131,6 +179,7 @@ class Hub:
         order: str,
         seed: int,
         recorder: Recorder | None,
+        new_memory: Callable[[], SharedMemory],
     ) -> None:
         self.kernel = kernel
         self.grid_dim = Dim3(*grid)
@@ -140,10 +189,24 @@ class Hub:
         self.order = order
         self.random = random.Random(seed)
         self.recorder = recorder
-        self.phase = 0
         self.lane: Lane
-        self.lanes: list[Lane] = []
-        self.new_block: Callable[[], None] = lambda: None
+        self.now: Block
+        self._new_memory = new_memory
+        self._spare: list[SharedMemory] = []  # of blocks that have ended
+        n_lanes = block[0] * block[1] * block[2]
+        # One place in a clock a lane, one for copies in bulk, one a warpgroup.
+        self.bulk_index, self.group_index = n_lanes, n_lanes + 1
+        n_groups = -(-n_lanes // WARPGROUP)
+        self.nothing_known = np.zeros(n_lanes + 1 + n_groups, np.int32)
+
+    @property
+    def memory(self) -> SharedMemory:
+        """The shared memory of the block that runs."""
+        return self.now.memory
+
+    @property
+    def lanes(self) -> list[Lane]:
+        return self.now.lanes
 
     # -- what a lane calls ------------------------------------------------------------
 
@@ -182,23 +245,90 @@ class Hub:
         self.main.switch()
         return lane.result
 
+    def wait_until(self, name: str, until: Until, frame: FrameType) -> None:
+        """Let others run until `until` is ready."""
+        if until.ready():
+            return
+        site = frame.f_code, frame.f_lasti
+        wait = Wait("until", name, 0, None, None, False, site)
+        wait.until = until
+        self.lane.wait = wait
+        self.main.switch()
+
+    def learn(self, lane: Lane, known: np.ndarray | None = None) -> None:
+        """A new stretch of a lane's time begins, in which it knows `known` too."""
+        if known is not None:
+            lane.known = known
+        lane.own += 1
+        if self.recorder is not None and lane is self.lane:
+            self.recorder.mark(lane, self.now.phase)
+
     # -- running ----------------------------------------------------------------------
 
     def run(self, body: Callable[[], None]) -> None:
         """Run `body` in every lane of every block."""
         self.main = getcurrent()
-        for z, y, x in self._ordered(_box(self.grid_dim)):
-            self.block.x, self.block.y, self.block.z = x, y, z
-            self.phase = 0
-            self.new_block()
-            if self.recorder is not None:
-                self.recorder.begin_block((x, y, z))
+        paused: list[tuple[Block, Iterator[None]]] = []
+        try:
+            for z, y, x in self._ordered(_box(self.grid_dim)):
+                block = self._new_block((x, y, z))
+                self._go_on(block, self._run_block(body), paused)
+            while paused:
+                self._take_turns(paused)
+        finally:
+            for block, _ in paused:
+                self._kill(block)
+
+    def _new_block(self, at: tuple[int, int, int]) -> Block:
+        if self._spare:
+            memory = self._spare.pop()
+            memory.clear()
+        else:
+            memory = self._new_memory()
+        lanes = [
+            Lane(n, (x, y, z), self.nothing_known)
+            for n, (z, y, x) in enumerate(_box(self.block_dim))
+        ]
+        block = Block(at, lanes, memory)
+        if self.recorder is not None:
+            block.trace = self.recorder.begin_block(at)
+        return block
+
+    def _go_on(self, block: Block, steps: Iterator[None], paused: list[Any]) -> None:
+        """Run a block until it ends or waits for another."""
+        self.now = block
+        self.block.x, self.block.y, self.block.z = block.at
+        if self.recorder is not None:
+            self.recorder.enter_block(block.trace)
+        try:
+            ended = next(steps, self) is self
+        except BaseException:
+            self._kill(block)
+            raise
+        if ended:
+            self._spare.append(block.memory)
+        else:
+            paused.append((block, steps))
+        if self.recorder is not None:
+            self.recorder.leave_block(ended)
+
+    def _take_turns(self, paused: list[tuple[Block, Iterator[None]]]) -> None:
+        """Let every paused block go on that can."""
+        able = [n for n, (block, _) in enumerate(paused) if _can_go_on(block)]
+        if not able:
+            self.now = paused[0][0]
+            self.block.x, self.block.y, self.block.z = self.now.at
+            raise self._stuck()
+        chosen = [paused[n] for n in able]
+        for n in reversed(able):
+            del paused[n]
+        while chosen:
+            block, steps = chosen.pop(0)
             try:
-                self._run_block(body)
-            finally:
-                self._kill()
-            if self.recorder is not None:
-                self.recorder.end_block()
+                self._go_on(block, steps, paused)
+            except BaseException:
+                paused += chosen
+                raise
 
     def _ordered(self, items: Iterable[Any]) -> list[Any]:
         items = list(items)
@@ -208,10 +338,8 @@ class Hub:
             self.random.shuffle(items)
         return items
 
-    def _run_block(self, body: Callable[[], None]) -> None:
-        self.lanes = [
-            Lane(n, (x, y, z)) for n, (z, y, x) in enumerate(_box(self.block_dim))
-        ]
+    def _run_block(self, body: Callable[[], None]) -> Iterator[None]:
+        """Run the block; a yield is where it can only go on after another block."""
         for lane in self.lanes:
             lane.greenlet = greenlet(self._start)
             # A fresh greenlet has an empty context, NumPy's errstate is in ours.
@@ -223,9 +351,14 @@ class Hub:
             for lane in self._ordered(ready):
                 self._switch_to(lane)
             ready = self._release()
+            while not ready and self._waits_elsewhere():
+                yield
+                ready = self._release()
             spins = spins + 1 if self._only_spins(ready) else 0
             if spins > SPIN_LIMIT:
                 raise self._stuck("lanes spin and nothing changes")
+        if self.now.units is not None:
+            self.now.units.check_end()
 
     def _start(self) -> None:
         lane = self.lane
@@ -237,7 +370,7 @@ class Hub:
         thread = self.thread
         thread.x, thread.y, thread.z = lane.thread
         if self.recorder is not None:
-            self.recorder.mark(lane, self.phase)
+            self.recorder.mark(lane, self.now.phase)
         try:
             lane.greenlet.switch()
         except EmulatorError as error:
@@ -258,24 +391,36 @@ class Hub:
         block = self.block.tuple()
         return Place(self.kernel, filename, lineno, block, lane.index, lane.thread)
 
-    def _kill(self) -> None:
-        for lane in self.lanes:
-            if lane.greenlet:  # started and not finished
+    def _kill(self, block: Block) -> None:
+        for lane in block.lanes:
+            if getattr(lane, "greenlet", None):  # started and not finished
                 lane.greenlet.throw()
 
     # -- who may go on ----------------------------------------------------------------
 
     def _release(self) -> list[Lane]:
-        """The lanes that may go on, now that none runs; raises when stuck."""
+        """The lanes that may go on, now that none runs; raises when stuck.
+
+        None if all have left, or if another block must run first.
+        """
         waiting = [lane for lane in self.lanes if not lane.left]
         if not waiting:
             return []
-        released = self._release_block(waiting) or self._release_warps(waiting)
-        if not released:
-            released = self._release_converged(waiting)
-        if not released:
+        while True:
+            released = self._release_block(waiting) or self._release_warps(waiting)
+            if not released:
+                released = self._release_converged(waiting)
+            if released and not self._only_spins(released):
+                return released
+            if self.now.units is None or not self.now.units.let_one_arrive():
+                break
+        if not released and not self._waits_elsewhere():
             raise self._stuck()
         return released
+
+    def _waits_elsewhere(self) -> bool:
+        """Whether a lane waits for another block."""
+        return any(_waits_elsewhere(lane) for lane in self.lanes)
 
     def _release_block(self, waiting: list[Lane]) -> list[Lane]:
         first = waiting[0].wait
@@ -288,12 +433,12 @@ class Hub:
                 return []
         self._combine(waiting, {lane.index: lane for lane in waiting})
         if self.recorder is not None:
-            self.recorder.end_phase(self.phase, (name, *site))
-        self.phase += 1
+            self.recorder.end_phase(self.now.phase, (name, *site))
+        self.now.phase += 1
         return waiting
 
     def _release_warps(self, waiting: list[Lane]) -> list[Lane]:
-        """Every complete warp collective, and every lane that spins."""
+        """Every complete warp collective, and every lane that waits for no lane."""
         groups: dict[tuple[int, str, int, Any], list[Lane]] = defaultdict(list)
         released = []
         for lane in waiting:
@@ -303,7 +448,7 @@ class Hub:
                 groups[lane.warp, wait.name, wait.mask, None].append(lane)
             elif wait.scope == "aligned":
                 groups[lane.warp, wait.name, wait.mask, wait.site].append(lane)
-            elif wait.scope == "spin":
+            elif wait.scope == "spin" or (wait.scope == "until" and wait.until.ready()):
                 released.append(lane)
         for (warp, _, mask, site), group in groups.items():
             needed = mask if site else mask & self._exists(warp)
@@ -339,13 +484,10 @@ class Hub:
             results = wait.combine(given)
             for n, lane in numbered.items():
                 lane.result = results[n]
-        if wait.orders_memory and wait.scope == "warp":
-            clocks = (lane.clock for lane in group)
-            known = [max(counts) for counts in zip(*clocks, strict=True)]
+        if wait.orders_memory and wait.scope == "warp" and self.recorder is not None:
+            known = join(group)
             for lane in group:
-                own = list(known)
-                own[lane.laneid] += 1
-                lane.clock = tuple(own)
+                self.learn(lane, known)
 
     def _only_spins(self, ready: list[Lane]) -> bool:
         return bool(ready) and all(
@@ -356,29 +498,58 @@ class Hub:
 
     def _stuck(self, reason: str = "") -> StuckError:
         waiting: dict[tuple[str, str, int], list[int]] = defaultdict(list)
+        states: dict[tuple[str, str, int], dict[str, None]] = defaultdict(dict)
         scopes = set()
+        untils = []
         for lane in self.lanes:
             if lane.left:
                 continue
-            assert lane.wait is not None
+            wait = lane.wait
+            assert wait is not None
             filename, lineno = _users_line(lane.greenlet)
-            waiting[lane.wait.name, filename, lineno].append(lane.index)
-            scopes.add(lane.wait.scope)
+            key = wait.name, filename, lineno
+            waiting[key].append(lane.index)
+            scopes.add(wait.scope)
+            if wait.scope == "until":
+                untils.append(wait.until)
+                states[key][f" ({wait.until})"] = None
+            elif wait.mask:
+                states[key][f" mask {wait.mask:#010x}"] = None
         left = [lane.index for lane in self.lanes if lane.left]
-        kind = BarrierDivergenceError if "block" in scopes else DeadlockError
-        lines = [f"{self.kernel}, block {self.block.tuple()}: " + (reason or (
-            "a barrier that not every lane of the block comes to"
-            if kind is BarrierDivergenceError
-            else "a warp collective whose mask names lanes that do not come"
-        ))]  # fmt: skip
-        for (name, filename, lineno), lanes in waiting.items():
-            masks = {self.lanes[n].wait.mask for n in lanes}  # type: ignore[union-attr]
-            shown = "".join(f" mask {mask:#010x}" for mask in sorted(masks) if mask)
+        kind: type[StuckError] = DeadlockError
+        complaint = "a warp collective whose mask names lanes that do not come"
+        if "block" in scopes:
+            kind = BarrierDivergenceError
+            complaint = "a barrier that not every lane of the block comes to"
+        elif untils:
+            kind, complaint = untils[0].kind, untils[0].complaint
+        lines = [f"{self.kernel}, block {self.block.tuple()}: {reason or complaint}"]
+        for key, lanes in waiting.items():
+            name, filename, lineno = key
+            shown = "".join(sorted(states[key]))
             where = source_line(filename, lineno)
             lines.append(f"  {_ranges(lanes)} wait at {name}{shown}, {where}")
         if left:
             lines.append(f"  {_ranges(left)} left the kernel")
         return kind("\n".join(lines), dict(waiting), left)
+
+
+def _waits_elsewhere(lane: Lane) -> bool:
+    wait = lane.wait
+    return (
+        not lane.left
+        and wait is not None
+        and wait.scope == "until"
+        and wait.until.elsewhere
+    )
+
+
+def _can_go_on(block: Block) -> bool:
+    """Whether what a paused block waits for has come."""
+    return any(
+        _waits_elsewhere(lane) and lane.wait.until.ready()  # type: ignore[union-attr]
+        for lane in block.lanes
+    )
 
 
 def _box(size: Dim3) -> list[tuple[int, int, int]]:

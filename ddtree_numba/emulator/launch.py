@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from .api import SHARED_LIMIT, Cuda
+from .api import Cuda
 from .arrays import open_array
 from .binding import bind, plain_function
 from .errors import LaunchError
 from .lanes import Hub
 from .report import Report
 from .scalars import CASTS
+from .shared import SHARED_LIMIT, SharedMemory
 from .trace import Recorder
 
 __all__ = ["emulate", "traced"]
@@ -126,8 +127,11 @@ def emulate(
     recorder = Recorder(name, threads) if traces else None
     names = _parameter_names(function, args)
     given = [_argument(n, a, recorder) for n, a in zip(names, args, strict=True)]
-    hub = Hub(name, grid_dim, block_dim, order, seed, recorder)
-    cuda = Cuda(hub, dynamic_shared, recorder)
+    hub = Hub(
+        name, grid_dim, block_dim, order, seed, recorder,
+        lambda: SharedMemory(dynamic_shared, recorder),
+    )  # fmt: skip
+    cuda = Cuda(hub)
     bound = bind(function, cuda)
     # Division by zero gives inf or NaN and float32 overflows to inf, as on the GPU.
     with np.errstate(all="ignore"):

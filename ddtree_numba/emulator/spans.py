@@ -6,12 +6,22 @@ written, is a copy on its way there). In the trace it is one access, not one an 
 
 from __future__ import annotations
 
-from types import FrameType
-from typing import Any
+from collections.abc import Iterable
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .arrays import IN_FLIGHT, READ, WRITE, WRITTEN, Array, Cells, unwritten
+from .arrays import (
+    IN_FLIGHT,
+    READ,
+    WRITE,
+    WRITTEN,
+    Array,
+    Cells,
+    Written,
+    unwritten,
+)
 from .errors import (
     InFlightError,
     MisalignedError,
@@ -22,7 +32,7 @@ from .errors import (
 )
 from .trace import line_of
 
-__all__ = ["Span"]
+__all__ = ["Site", "Span", "log_blocks"]
 
 
 class Span:
@@ -41,6 +51,8 @@ class Span:
         The address space where that instruction works.
     alignment : int
         The bytes of which the first element's address must be a multiple.
+    across_rows : bool
+        Whether the bytes may go on in the next row, of an array without gaps.
 
     Attributes
     ----------
@@ -61,6 +73,7 @@ class Span:
         instruction: str,
         space: str,
         alignment: int,
+        across_rows: bool = False,
     ) -> None:
         if not isinstance(cells, Cells):
             raise UnsupportedError(f"{instruction} of {cells!r}, which is no array")
@@ -78,26 +91,37 @@ class Span:
             )
         size = cells.itemsize
         *row, first = where
-        end = first + -(-nbytes // size)
+        data, n_elements = cells.data[tuple(row)], -(-nbytes // size)
+        if across_rows and cells.data.flags.c_contiguous:
+            first = int(np.ravel_multi_index(where, cells.shape))
+            data = cells.data.reshape(-1)
+        end = first + n_elements
         offset = cells._offset(where)
-        self.name = _name(self.array, offset, end - first)
+        self.name = _name(self.array, offset, n_elements)
         self.address = self.array.address + offset * size
         if past := self.address % alignment:
             raise MisalignedError(
                 f"{self.name}: {instruction} needs an address that is a multiple of "
-                f"{alignment} bytes, this is {past} past one" + _advice(self.array)
+                f"{alignment} bytes, this is {past} past one"
+                + _advice(self.array, alignment)
             )
-        if end > cells.shape[-1]:
+        if end > len(data):
             raise OutOfBoundsError(
-                f"{self.name}: the {nbytes} bytes of {instruction} pass the end of a "
-                f"row, shape {cells.shape}"
+                f"{self.name}: the {nbytes} bytes of {instruction} pass the end of "
+                f"{'the array' if across_rows else 'a row'}, shape {cells.shape}"
             )
-        if cells.strides[-1] != size:
+        if data.strides[0] != size:
             raise UnsupportedError(f"{self.name}: the last axis is not contiguous")
-        self.bytes = cells.data[tuple(row)][first:end].view(np.uint8)[:nbytes]
+        self.bytes = data[first:end].view(np.uint8)[:nbytes]
         start = self.address - self.array.address
         written = cells.written
         self.written = None if written is None else written[start : start + nbytes]
+
+    @property
+    def piece(self) -> Written:
+        """What is known of the memory around it."""
+        assert self.written is not None
+        return self.written.obj  # type: ignore[return-value]
 
     def check_readable(self) -> None:
         """Raise unless every byte is written and has arrived."""
@@ -108,21 +132,15 @@ class Span:
 
     def check_at_rest(self, what: str) -> None:
         """Raise if a copy is on its way to any of the bytes."""
-        if self.written is not None and IN_FLIGHT in self.written.tobytes():
-            copy = self.written.obj.in_flight[self.address // 16]  # type: ignore
+        written = b"" if self.written is None else self.written.tobytes()
+        if (at := written.find(IN_FLIGHT)) >= 0:
+            copy = self.piece.arriving(self.address + at)
             raise InFlightError(f"{self.name}: {what} while {copy} is on its way there")
 
-    def log(self, kind: int, frame: FrameType) -> None:
+    def log(self, kind: int, frame: FrameType | Site) -> None:
         """Note an access in the trace, if there is one."""
-        recorder = self.array.recorder
-        if recorder is None:
-            return
-        wide = self.array.wide
-        if wide is None:
-            wide = self.array.wide = _Wide(self.array, 16)
-        offset = (self.address - wide.address) // wide.itemsize
-        entry = wide.number * 4 + kind, offset, frame.f_lasti, frame.f_code
-        recorder.note(entry)
+        end = self.address + len(self.bytes)
+        log_blocks(self.array, range(self.address // 16, -(-end // 16)), kind, frame)
 
     def writer(self) -> str:
         """The last line that wrote to any of the bytes, as far as the trace knows."""
@@ -149,6 +167,44 @@ class Span:
         if self.written is not None:
             self.written[:] = WRITTEN * len(self.written)
 
+    def arrive(self, new: np.ndarray) -> None:
+        """Write as an asynchronous instruction does, which sees it at once."""
+        assert self.written is not None
+        self.bytes[:] = new
+        self.written[:] = WRITTEN * len(self.written)
+        piece = self.piece
+        start = self.address - piece.start
+        piece.proxy()[start : start + len(new)] = new
+
+
+def log_blocks(
+    array: Array, blocks: Iterable[int], kind: int, frame: FrameType | Site
+) -> None:
+    """Note accesses to blocks of 16 bytes, each by its address // 16."""
+    recorder = array.recorder
+    if recorder is None:
+        return
+    if array.wide is None:
+        array.wide = _Wide(array, 16)
+    tag, first = array.wide.number * 4 + kind, array.wide.address // 16
+    for block in blocks:
+        recorder.note((tag, block - first, frame.f_lasti, frame.f_code))
+
+
+class Site(NamedTuple):
+    """Where in a kernel something was asked for, when its frame has gone on."""
+
+    f_code: CodeType
+    f_lasti: int
+    f_lineno: int
+
+    @classmethod
+    def of(cls, frame: FrameType) -> Site:
+        return cls(frame.f_code, frame.f_lasti, frame.f_lineno)
+
+    def __str__(self) -> str:
+        return source_line(self.f_code.co_filename, self.f_lineno)
+
 
 def _name(array: Array, offset: int, count: int) -> str:
     """`count` elements of a row as the whole array counts them, not a view of it."""
@@ -157,11 +213,11 @@ def _name(array: Array, offset: int, count: int) -> str:
     return f"{array.name}[{before}{first}:{first + count}]"
 
 
-def _advice(array: Array) -> str:
+def _advice(array: Array, alignment: int) -> str:
     if array.space == "shared":
         return (
             " (a shared array has the alignment of its element unless it is declared "
-            "with alignment=16)"
+            f"with alignment={alignment})"
         )
     return ""
 

@@ -2,7 +2,9 @@
 
 Two accesses race when they touch a common byte, come from different lanes, at least one
 writes, they are not both atomic, and nothing orders them: no block barrier lies between
-them, no `syncwarp` that both lanes took part in, or they come from different blocks.
+them, no chain of `syncwarp`, named barriers and mbarriers leads from one to the other
+(`clocks.py`), or they come from different blocks. What copies in bulk write and `wgmma`
+reads are accesses of units that count as lanes of their own, behind the last.
 
 What is held at once is bounded. When more than `HOLD` accesses have come together, or a
 block has ended, they are looked at and let go. Of the phase that has not ended, and of
@@ -24,8 +26,9 @@ from typing import Any
 import numpy as np
 
 from .arrays import ATOMIC, READ, WRITE, Array
+from .clocks import Clock
 from .errors import source_line
-from .lanes import WARP, Lane
+from .lanes import WARP
 from .requests import Requests, starts
 
 __all__ = ["KINDS", "Race", "Recorder", "Table", "line_of"]
@@ -70,9 +73,10 @@ class Race:
         The element, as ``array[index]``; the space is "shared" or "global".
     kinds : tuple of str
         "read", "write" or "atomic", of the two accesses.
-    blocks, phases, lanes, linenos, filenames : tuple
-        Of the two accesses, the earlier line first. `lanes` count through the block; a
-        phase is what lies between two block barriers.
+    blocks, phases, lanes, names, linenos, filenames : tuple
+        Of the two accesses, the earlier line first. `lanes` count through the block
+        (`names` says "lane 5" or which unit it is); a phase is what lies between two
+        block barriers.
     count : int
         Places (element, block and phase) that race in this way: same array, kinds and
         lines.
@@ -86,6 +90,7 @@ class Race:
     blocks: tuple[tuple[int, int, int], tuple[int, int, int]]
     phases: tuple[int, int]
     lanes: tuple[int, int]
+    names: tuple[str, str]
     filenames: tuple[str, str]
     linenos: tuple[int, int]
     count: int = 1
@@ -102,10 +107,37 @@ class Race:
         for n in (0, 1):
             where = source_line(self.filenames[n], self.linenos[n])
             lines.append(
-                f"  {self.kinds[n]} by block {self.blocks[n]} lane {self.lanes[n]} "
+                f"  {self.kinds[n]} by block {self.blocks[n]} {self.names[n]} "
                 f"in phase {self.phases[n]}, {where}"
             )
         return "\n".join(lines)
+
+
+class _OfBlock:
+    """The trace of a block that has not ended.
+
+    Attributes
+    ----------
+    number : int
+        Of the block.
+    marks : list
+        Where in the log a lane began to run: (position, lane, phase, run).
+    clocks : list of Clock
+        Of every run.
+    counts : dict
+        ``{(space, kind): accesses of every lane}``
+    held : list of Table
+    carried : Table
+        Of the phase that is not over.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.marks: list[tuple[int, int, int, int]] = []
+        self.clocks: list[Clock] = []
+        self.counts: dict[tuple[str, str], np.ndarray] = {}
+        self.held: list[Table] = []
+        self.carried = _joined([])
 
 
 class Recorder:
@@ -148,12 +180,7 @@ class Recorder:
         self.note = self._make_note()
         self._array_numbers: dict[tuple[Any, ...], int] = {}
         self._code_numbers: dict[int, int] = {}
-        # Where in the log a lane began to run: (position, lane, phase, run).
-        self._marks: list[tuple[int, int, int, int]] = []
-        self._clocks: list[tuple[int, tuple[int, ...]]] = []  # lane and clock of a run
-        self._counts: dict[tuple[str, str], np.ndarray] = {}  # of the block's lanes
-        self._held: list[Table] = []
-        self._carried = _joined([])  # of the phase that is not over
+        self._now: _OfBlock
         self._global: list[Table] = []
         self._merge_at = PACK_AT
         self._races: dict[tuple[Any, ...], Race] = {}
@@ -181,15 +208,22 @@ class Recorder:
             self.arrays.append(array)
         return number
 
-    def begin_block(self, block: tuple[int, int, int]) -> None:
+    def begin_block(self, block: tuple[int, int, int]) -> _OfBlock:
+        """The trace of a new block, for `enter_block`."""
         self.blocks.append(block)
+        return _OfBlock(len(self.blocks) - 1)
 
-    def mark(self, lane: Lane, phase: int) -> None:
-        """`lane` runs from here on."""
-        if len(self._marks) >= PACK_AT:
+    def enter_block(self, block: _OfBlock) -> None:
+        """What follows is of that block."""
+        self._now = block
+
+    def mark(self, clock: Clock, phase: int) -> None:
+        """A lane (or a unit beside the lanes) runs from here on."""
+        now = self._now
+        if len(now.marks) >= PACK_AT:
             self._pack()
-        self._marks.append((len(self.log), lane.index, phase, len(self._clocks)))
-        self._clocks.append((lane.index, lane.clock))
+        now.marks.append((len(self.log), clock.index, phase, len(now.clocks)))
+        now.clocks.append(Clock(clock.index, clock.known, clock.own))
 
     def meet(self, where: Meeting, n_lanes: int, n_there: int) -> None:
         """`n_lanes` of a warp's `n_there` lanes met at a collective."""
@@ -202,17 +236,16 @@ class Recorder:
     def end_phase(self, phase: int, where: Meeting) -> None:
         """All lanes of the block met at a barrier."""
         if len(self.barriers) < KEEP:
-            self.barriers.append((len(self.blocks) - 1, phase, where))
+            self.barriers.append((self._now.number, phase, where))
 
-    def end_block(self) -> None:
-        """Look at what the block did since the last time."""
+    def leave_block(self, ended: bool) -> None:
+        """Another block runs next; one that has ended is looked at."""
         self._pack()
+        if not ended:
+            return
         self._look(phase=None)
-        for key, counts in self._counts.items():
+        for key, counts in self._now.counts.items():
             self.most[key] = max(self.most.get(key, 0), int(counts.max()))
-        self._counts.clear()
-        self._marks.clear()
-        self._clocks.clear()
 
     def finish(self) -> list[Race]:
         """The races of the whole run, those between blocks last."""
@@ -229,23 +262,24 @@ class Recorder:
     def _pack(self) -> None:
         """Turn the log into columns."""
         if self.log:
-            self._held.append(self._columns())
+            self._now.held.append(self._columns())
             self.log.clear()
-        if self._marks:
-            _, lane, phase, run = self._marks[-1]  # whoever runs goes on running
-            self._marks = [(0, lane, phase, run)]
-            if sum(len(t["lane"]) for t in self._held) + len(self._clocks) > HOLD:
+        now = self._now
+        if now.marks:
+            _, lane, phase, run = now.marks[-1]  # whoever runs goes on running
+            now.marks = [(0, lane, phase, run)]
+            if sum(len(t["lane"]) for t in now.held) + len(now.clocks) > HOLD:
                 self._look(phase)
 
     def _columns(self) -> Table:
         n = len(self.log)
-        begins, lanes, phases, runs = map(np.array, zip(*self._marks, strict=True))
+        begins, lanes, phases, runs = map(np.array, zip(*self._now.marks, strict=True))
         which = np.repeat(np.arange(len(begins)), np.diff(np.append(begins, n)))
         tags, offsets, lastis, codes = zip(*self.log, strict=True)
         tag = np.fromiter(tags, np.int64, n)
         code = self._code_numbers_of(codes)
         columns = {
-            "block": np.full(n, len(self.blocks) - 1),
+            "block": np.full(n, self._now.number),
             "phase": phases[which],
             "lane": lanes[which],
             "array": tag >> 2,
@@ -283,7 +317,7 @@ class Recorder:
 
         `phase` is not over (None: all are, the block has ended).
         """
-        table, rest = _joined(self._held), _joined([])
+        table, rest = _joined(self._now.held), _joined([])
         cut = False
         if phase is not None:
             over = table["phase"] != phase
@@ -292,18 +326,23 @@ class Recorder:
                 rest = _rows(table, np.flatnonzero(~over))
                 table = _rows(table, np.flatnonzero(over))
         spaces = self._of_array(table, "space")
+        by_lanes = table["lane"] < self.n_lanes
+        self._take_stock(_rows(table, np.flatnonzero(by_lanes)), spaces[by_lanes])
+        self._keep_global(_rows(table, np.flatnonzero(spaces == "global")))
+        table = _joined([self._now.carried, table])
+        self._find(table, ("phase",), "lane", self._ordered)
+        going_on = np.flatnonzero(cut & (table["phase"] == phase))
+        self._now.carried = _representatives(_rows(table, going_on), "lane")
+        self._now.held = [rest]
+        self._forget_runs()
+
+    def _take_stock(self, table: Table, spaces: np.ndarray) -> None:
+        """Count and keep accesses of lanes."""
         self._count(table, spaces)
         self.requests.add(table, self.arrays, spaces, self.n_lanes)
         room = max(0, KEEP - sum(len(t["lane"]) for t in self.kept))
         self.kept.append({name: column[:room] for name, column in table.items()})
         self.dropped += max(0, len(table["lane"]) - room)
-        self._keep_global(_rows(table, np.flatnonzero(spaces == "global")))
-        table = _joined([self._carried, table])
-        self._find(table, ("phase",), "lane", self._ordered)
-        going_on = np.flatnonzero(cut & (table["phase"] == phase))
-        self._carried = _representatives(_rows(table, going_on), "lane")
-        self._held = [rest]
-        self._forget_runs()
 
     def _count(self, table: Table, spaces: np.ndarray) -> None:
         """Add to the block's accesses of every lane, by space and kind."""
@@ -312,8 +351,8 @@ class Recorder:
                 rows = (spaces == space) & (table["kind"] == kind)
                 if rows.any():
                     counts = np.bincount(table["lane"][rows], minlength=self.n_lanes)
-                    before = self._counts.get((space, name), 0)
-                    self._counts[space, name] = before + counts
+                    before = self._now.counts.get((space, name), 0)
+                    self._now.counts[space, name] = before + counts
 
     def _keep_global(self, table: Table) -> None:
         """Keep enough of global memory to see races between blocks."""
@@ -325,16 +364,16 @@ class Recorder:
 
     def _forget_runs(self) -> None:
         """Drop the clocks that no access at hand needs, and number the rest anew."""
-        tables = [self._carried, *self._held]
+        tables = [self._now.carried, *self._now.held]
         needed = np.unique(np.concatenate([t["run"] for t in tables]))
         for table in tables:
             table["run"] = np.searchsorted(needed, table["run"]).astype(np.int32)
-        clocks = [self._clocks[n] for n in needed]
-        if self._marks:
-            position, lane, phase, run = self._marks[-1]
-            self._marks = [(position, lane, phase, len(clocks))]
-            clocks.append(self._clocks[run])
-        self._clocks = clocks
+        clocks = [self._now.clocks[n] for n in needed]
+        if self._now.marks:
+            position, lane, phase, run = self._now.marks[-1]
+            self._now.marks = [(position, lane, phase, len(clocks))]
+            clocks.append(self._now.clocks[run])
+        self._now.clocks = clocks
 
     def _of_array(self, table: Table, attribute: str) -> np.ndarray:
         """An attribute of every row's array."""
@@ -344,11 +383,9 @@ class Recorder:
     # -- races ------------------------------------------------------------------------
 
     def _ordered(self, before: int, after: int) -> bool:
-        """Whether a `syncwarp` orders two runs of the block (`before` ran first)."""
-        lane, clock = self._clocks[before]
-        other, later = self._clocks[after]
-        at = lane % WARP
-        return lane // WARP == other // WARP and later[at] >= clock[at]
+        """Whether something orders two runs of the block (`before` ran first)."""
+        first, second = self._now.clocks[before], self._now.clocks[after]
+        return bool(second.known[first.index] >= first.own)
 
     def _find(
         self,
@@ -436,9 +473,17 @@ class Recorder:
             blocks=(self.blocks[blocks[0]], self.blocks[blocks[1]]),
             phases=both("phase"),
             lanes=both("lane"),
+            names=tuple(map(self._name, both("lane"))),  # type: ignore[arg-type]
             filenames=(sides[0][0], sides[1][0]),
             linenos=(sides[0][1], sides[1][1]),
         )
+
+    def _name(self, lane: int) -> str:
+        """A lane by its number, or the unit that stands behind the last lane."""
+        if lane < self.n_lanes:
+            return f"lane {lane}"
+        group = lane - self.n_lanes - 1
+        return "copy in bulk" if group < 0 else f"wgmma of warpgroup {group}"
 
     def _side(self, table: Table, row: int) -> tuple[str, int, int]:
         """File, line and kind of an access: what a race's two sides are sorted by.
