@@ -8,7 +8,7 @@ from conftest import GPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from logit_rows import BAD_ROWS, CASTS, EVERY_DTYPE
-from numba import cuda, float32, int32, int64, uint16
+from numba import cuda, float32, int32, uint16
 from numba.core.types import float16
 
 from ddtree_numba import backend, bf16
@@ -17,12 +17,12 @@ from ddtree_numba.kernels import topk as topk_module
 from ddtree_numba.kernels.topk import (
     topk,
     topk_kernel,
-    topk_merge_kernel,
-    topk_slice_kernel,
+    topk_pick_kernel,
+    topk_scan_kernel,
 )
 
 INF, NAN = np.inf, np.nan
-EVERY_VERSION = pytest.mark.parametrize("version", ["simple", "split"])
+EVERY_VERSION = pytest.mark.parametrize("version", ["simple", "chunks"])
 
 # What float32 allows: 1e-6 for the sum and its logarithm, and one rounding of the
 # answer itself, which is as large as 30.
@@ -51,14 +51,15 @@ def assert_topk(found: tuple, expected: tuple) -> None:
 
 
 def shrink(patch: pytest.MonkeyPatch) -> None:
-    """In the emulator, let small rows go through the radix select, in slices of 128.
+    """In the emulator, let small rows be narrowed and sorted, in chunks of 8.
 
     The emulator reads the kernel's constants at every launch; on a GPU they are
     compiled in, and full-size rows get there anyway.
     """
-    small = {"CAPACITY": 16, "SLICE_THREADS": 32, "TILE": 4, "SLICE": 128, "ROOM": 3}
+    small = {"CAPACITY": 16, "COUNTED": 10, "MAX_CHUNKS": 16, "ROOM": 3}
     for name, value in small.items():
         patch.setattr(topk_module, name, value)
+    patch.setattr(topk_module, "_chunk_log", lambda kept: 0)
 
 
 @pytest.fixture
@@ -135,26 +136,37 @@ def test_ties_across_the_bound_are_cut_at_the_right_id(
     assert_topk(found, brute_force(logits, k))
 
 
-def test_a_slice_may_hold_nothing_or_all_that_is_kept(small_constants):
-    """Slices of 128: the first is masked, all candidates are in the second."""
+def test_a_chunk_may_hold_nothing_or_all_that_is_kept(small_constants):
+    """Chunks of 8: all candidates are in two of them, others are masked."""
     row = np.full(300, -INF, np.float32)
-    row[128:256] = np.arange(128) % 7
+    row[128:144] = np.arange(16) % 7
     row[256:] = -40
     logits = row[None, None]
-    found = topk(logits, 16, version="split", executor="emulator")
+    found = topk(logits, 16, version="chunks", executor="emulator")
     assert_topk(found, brute_force(logits, 16))
 
 
+def test_a_chunk_of_the_best_maximum_is_not_enough_alone(small_constants):
+    """Every chunk's maximum ties: the lower chunks' win, with all that ties there."""
+    row = np.zeros(280, np.float32)
+    row[7::8] = 1
+    row[41] = row[200:208] = 1
+    logits = row[None, None]
+    for k in (1, 5, 6, 7, 16):
+        found = topk(logits, k, version="chunks", executor="emulator")
+        assert_topk(found, brute_force(logits, k))
+
+
 @pytest.mark.parametrize("bad", [NAN, INF])
-@pytest.mark.parametrize("at", [0, 200, 299])
-def test_one_bad_element_of_any_slice_spoils_the_row(small_constants, at, bad):
-    """Also where its slice is otherwise masked, as all are here but the last."""
-    logits = np.full((1, 2, 300), -INF, np.float32)
-    logits[..., 290:] = 1
+@pytest.mark.parametrize("at", [0, 400, 699])
+def test_one_bad_element_of_any_span_spoils_the_row(small_constants, at, bad):
+    """Also where its span, of 512, is otherwise masked, as the first is here."""
+    logits = np.full((1, 2, 700), -INF, np.float32)
+    logits[..., 690:] = 1
     logits[0, 1, at] = bad
     options = {"check": False, "executor": "emulator"}
-    log_probs, ids = topk(logits, 3, version="split", **options)
-    assert ids.tolist() == [[[290, 291, 292], [-1] * 3]]
+    log_probs, ids = topk(logits, 3, version="chunks", **options)
+    assert ids.tolist() == [[[690, 691, 692], [-1] * 3]]
     assert np.isnan(log_probs[0]).all(axis=-1).tolist() == [False, True]
 
 
@@ -185,12 +197,15 @@ def test_the_real_capacity_selects_from_longer_rows():
     assert_topk(found, brute_force(logits, 40))
 
 
-def test_rows_longer_than_a_slice_are_split(monkeypatch):
-    logits = np.zeros((1, 1, topk_module.SLICE + 1), np.float32)
+@pytest.mark.parametrize(
+    ("longer", "unused"), [(0, "topk_scan_kernel"), (1, "topk_kernel")]
+)
+def test_long_rows_are_cut_into_chunks(monkeypatch, longer, unused):
+    logits = np.zeros((1, 1, topk_module.SIMPLE_UP_TO + longer), np.float32)
     logits[0, 0, -1] = 1
-    monkeypatch.delattr(topk_module, "topk_kernel")  # "auto" does without it
+    monkeypatch.delattr(topk_module, unused)  # "auto" does without it
     _, ids = topk(logits, 2, executor="emulator")
-    assert ids.tolist() == [[[topk_module.SLICE, 0]]]
+    assert ids.tolist() == [[[logits.shape[2] - 1, 0]]]
 
 
 def test_many_equal_terms_do_not_add_up_their_rounding():
@@ -198,10 +213,10 @@ def test_many_equal_terms_do_not_add_up_their_rounding():
     logits = np.full((1, 1, 10240), -0.9783806, np.float32)
     logits[0, 0, :32] = 0  # every lane's maximum, so that its terms are not 1
     log_probs, ids = np.empty((1, 1, 1), np.float32), np.empty((1, 1, 1), np.int32)
-    emulate(topk_kernel, 1, 32, logits, 0, 14, log_probs, ids)
+    emulate(topk_kernel, 1, 32, logits, 1, 0, 14, log_probs, ids)
     exact = brute_force(logits, 1)[0]
     np.testing.assert_allclose(log_probs, exact, rtol=0, atol=ATOL)
-    log_probs, _ = topk(logits, 1, version="split", executor="emulator")
+    log_probs, _ = topk(logits, 1, version="chunks", executor="emulator")
     np.testing.assert_allclose(log_probs, exact, rtol=0, atol=ATOL)
 
 
@@ -232,12 +247,13 @@ def test_full_vocabulary_equals_the_reference(cast, version, k):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("vocab", [5119, 5120, 5121, 40960, 151936, 1 << 20])
-def test_vocabularies_at_the_edges_of_slices(vocab):
+@pytest.mark.parametrize("vocab", [5119, 5120, 5121, 151936, 151940, 1 << 20])
+@EVERY_DTYPE
+def test_vocabularies_at_the_edges_of_spans_and_of_16_bytes(vocab, cast):
     logits = np.random.default_rng(vocab).standard_normal((1, 2, vocab), np.float32)
-    logits = CASTS["bf16"](logits * 3)
+    logits = cast(logits * 3)
     expected = topk(logits, 64, executor="numpy")
-    assert_topk(topk(logits, 64, version="split", executor="gpu"), expected)
+    assert_topk(topk(logits, 64, version="chunks", executor="gpu"), expected)
 
 
 @pytest.mark.gpu
@@ -282,26 +298,26 @@ def test_no_race_in_any_order_of_the_lanes(small_constants, order):
     rng = np.random.default_rng(3)
     logits = CASTS["bf16"](rng.integers(-2, 3, (1, 1, 300)))
     found = np.empty((1, 1, 11), np.float32), np.empty((1, 1, 11), np.int32)
-    report = emulate(topk_kernel, 1, 64, logits, 16, 9, *found, order=order, trace=True)
+    report = emulate(
+        *(topk_kernel, 1, 64, logits, 0, 16, 9, *found), order=order, trace=True
+    )
     assert not report.races
     assert_topk(found, brute_force(logits, 11))
 
 
 @pytest.mark.parametrize("order", ["forward", "reverse", "shuffled"])
-def test_no_race_in_the_split_version(small_constants, monkeypatch, order):
-    """Two slices of two warps, with ties, so that both kernels narrow down."""
-    monkeypatch.setattr(topk_module, "SLICE_THREADS", 64)
-    monkeypatch.setattr(topk_module, "SLICE", 256)
-    logits = CASTS["bf16"](np.random.default_rng(3).integers(-2, 3, (1, 1, 300)))
+def test_no_race_in_the_chunks_version(small_constants, order):
+    """Two spans, with ties, so that chunks and tokens are narrowed down and sorted."""
+    logits = CASTS["bf16"](np.random.default_rng(3).integers(-2, 3, (1, 1, 600)))
     tops, totals = np.empty((2, 1, 2), np.float32)
-    codes = np.empty((1, 2 * 14), np.int64)
+    maxima = np.empty((1, 128), np.float32)
     found = np.empty((1, 1, 11), np.float32), np.empty((1, 1, 11), np.int32)
     options = {"order": order, "trace": True}
-    arguments = (logits, 11, 16, 9, tops, totals, codes)
-    report = emulate(topk_slice_kernel, 2, 64, *arguments, **options)
+    arguments = (logits, 1, 1, tops, totals, maxima)
+    report = emulate(topk_scan_kernel, 1, 64, *arguments, **options)
     assert not report.races
-    arguments = (logits, tops, totals, codes, 25, 9, *found)
-    report = emulate(topk_merge_kernel, 1, 64, *arguments, **options)
+    arguments = (logits, 1, 16, 10, 7, 0, tops, totals, maxima, *found)
+    report = emulate(topk_pick_kernel, 1, 64, *arguments, **options)
     assert not report.races
     assert_topk(found, brute_force(logits, 11))
 
@@ -320,11 +336,11 @@ def test_no_race_in_the_split_version(small_constants, monkeypatch, order):
 )
 def test_ptx_needs_no_float64_and_no_local_memory(cc, dtype):
     logits, log_probs, ids = (t[:, :, ::1] for t in (dtype, float32, int32))
-    sums, codes = float32[:, ::1], int64[:, ::1]
+    sums = float32[:, ::1]
     for kernel, *signature in (
-        (topk_kernel, logits, int32, int32, log_probs, ids),
-        (topk_slice_kernel, logits, int32, int32, int32, sums, sums, codes),
-        (topk_merge_kernel, logits, sums, sums, codes, int32, int32, log_probs, ids),
+        (topk_kernel, logits, *[int32] * 3, log_probs, ids),
+        (topk_scan_kernel, logits, *[int32] * 2, *[sums] * 3),
+        (topk_pick_kernel, logits, *[int32] * 5, *[sums] * 3, log_probs, ids),
     ):
         ptx = backend.compile_ptx(kernel, tuple(signature), compute_capability=cc)
         assert ".f64" not in ptx

@@ -14,19 +14,27 @@ order the ids, falling, so that no two codes are equal and "better" is "larger":
 
     code = order(logit) << id_bits | (V - 1 - id)
 
-A radix select looks at ten bits of the codes at a time, from the top: a histogram of
-those that still can be the k-th tells which ten bits the k-th has. It ends as soon as
-no more than `CAPACITY` codes are as large as what is known of the k-th; these are
+A selection knows an interval of codes in which the k-th largest lies. It cuts it into
+`BINS`, counts how many codes lie in each, and goes on with the bin that holds the k-th.
+It ends as soon as few enough codes are as large as the interval's lower end; these are
 gathered and sorted in shared memory, and the first k of them win.
+
+Chunks
+------
+Most of a row never comes near the best k, and one maximum tells that of many tokens.
+Cut a row into chunks of neighbours, and order them by their maxima, ties by the lower
+chunk. Then the k best tokens are in the k best chunks: a token elsewhere has k chunks
+before its own, each with a token that is better, or equal and of a lower id. So one
+kernel, with the whole GPU, reads the logits once and leaves sums and maxima; a second,
+with one block a row, selects k chunks by these, and k tokens from the chunks.
 
 Versions
 --------
 topk_kernel        "simple": one block a row; reads the row twice, and once more for
-                   every ten bits that the selection needs (mostly one or two)
-topk_slice_kernel  "split": a row is cut into slices, one block each, which keeps its
-                   slice in registers and so reads it once. It leaves the slice's sum
-                   and its best codes, at least k of them, to
-topk_merge_kernel  one block a row: merges the sums, and selects again from the codes
+                   every round of the selection (mostly one or two)
+topk_scan_kernel   "chunks": a warp a span of 512 logits: their sum, their chunks'
+                   maxima
+topk_pick_kernel   one block a row: merges the sums, selects chunks, then tokens
 """
 
 from __future__ import annotations
@@ -39,32 +47,27 @@ from numba import cuda
 
 from ddtree_numba import reference
 from ddtree_numba.backend import Place, place, to_float32, whole_number
+from ddtree_numba.kernels.wide import PIECE, load_piece, loads_wide
 
 MAX_K = 1024
 CAPACITY = 2048  # codes that are sorted in shared memory, a power of two
 THREADS = 512
-UNROLL = 8  # elements that a thread loads before it looks at the first
 DIGIT_BITS = 10
 BINS = 1 << DIGIT_BITS
 WARP = 32
 FULL_WARP = 0xFFFFFFFF
 GROUPS = BINS // WARP  # of bins, a lane a bin
+COUNTED = 512  # so few codes are ordered by counting, not sorted
 
-VERSIONS = ("auto", "simple", "split")
-SLICE_THREADS = 256  # a constant, which spares a thread registers for indices
-TILE = 20  # elements of a slice that a thread holds, a multiple of four
-SLICE = SLICE_THREADS * TILE
-ROOM = 64  # codes beyond k that a selection may leave, to spare it the last bits
-
-
-@cuda.jit(device=True)
-def load_tile(row, start, tile):
-    """Load a thread's elements of a tile, -inf past the end: the loads overlap."""
-    # Without a branch, nor the test for a negative index that a signed one costs Numba.
-    for j in range(tile.size):
-        i = np.uint32(start + j * cuda.blockDim.x)
-        x = to_float32(row[i if i < row.size else np.uint32(0)])
-        tile[j] = x if i < row.size else np.float32(-math.inf)
+VERSIONS = ("auto", "simple", "chunks")
+SIMPLE_UP_TO = 4096  # a vocabulary that "auto" does not cut into chunks
+SCAN_THREADS = 256
+PIECES = 2  # of eight logits, that a lane of the scan holds
+HELD = PIECES * PIECE
+SPAN = WARP * HELD  # logits of a warp
+ROOM = 64  # chunks beyond k that a selection may leave, to spare it the last bits
+MAX_CHUNKS = MAX_K + ROOM
+ONE_CHUNK = 30  # the logarithm of a chunk's pieces, if it is to be the whole row
 
 
 @cuda.jit(device=True)
@@ -77,9 +80,9 @@ def order_of(x):
 
 
 @cuda.jit(device=True)
-def code_of(x, i, vocab, key_shift, id_bits):
+def code_of(x, i, size, key_shift, id_bits):
     """An integer that orders tokens by logit, then by lower id; larger is better."""
-    return order_of(x) >> key_shift << id_bits | (vocab - 1 - i)
+    return order_of(x) >> key_shift << id_bits | (size - 1 - i)
 
 
 @cuda.jit(device=True)
@@ -94,18 +97,20 @@ def merge_sums(top, total, other_top, other_total):
 
 
 @cuda.jit(device=True)
-def sum_of_row(row):
+def sum_of_row(row, wide):
     """The row's maximum, its sum of ``exp(x - maximum)``, and whether it is bad."""
-    tile = cuda.local.array(UNROLL, np.float32)
+    tile = cuda.local.array(PIECE, np.float32)
     top = np.float32(-math.inf)
     total = np.float32(0.0)
     # What rounding took from `total` (Kahan). Ties make it necessary: the same term,
     # added over and over, is rounded the same way over and over.
     excess = np.float32(0.0)
     bad = False
-    for start in range(cuda.threadIdx.x, row.size, UNROLL * cuda.blockDim.x):
-        load_tile(row, start, tile)
-        for j in range(UNROLL):
+    start = cuda.threadIdx.x * PIECE
+    while start < row.size:
+        load_piece(row, start, wide, tile, 0)
+        start += cuda.blockDim.x * PIECE
+        for j in range(PIECE):
             x = tile[j]
             if x != x or x == np.float32(math.inf):
                 bad = True
@@ -153,24 +158,6 @@ def merge_warp(top, total):
 
 
 @cuda.jit(device=True)
-def count_digits(row, key_shift, id_bits, known, shift, low, histogram):
-    """Histogram of bits low … shift of the codes that agree with `known` above."""
-    tile = cuda.local.array(UNROLL, np.float32)
-    for bin_ in range(cuda.threadIdx.x, BINS, cuda.blockDim.x):
-        histogram[bin_] = 0
-    cuda.syncthreads()  # the bins are empty before anything is counted
-    for start in range(cuda.threadIdx.x, row.size, UNROLL * cuda.blockDim.x):
-        load_tile(row, start, tile)
-        for j in range(UNROLL):
-            i = start + j * cuda.blockDim.x
-            code = code_of(tile[j], i, row.size, key_shift, id_bits)
-            if i < row.size and code >> shift == known:
-                digit = (code >> low) & ((1 << (shift - low)) - 1)
-                cuda.atomic.add(histogram, digit, 1)
-    cuda.syncthreads()  # everything is counted before the bins are read
-
-
-@cuda.jit(device=True)
 def warp_sum(x):
     """The sum of the warp's x, for every lane."""
     for distance in (16, 8, 4, 2, 1):
@@ -198,14 +185,14 @@ def find_lane(mine, above, kept):
 
 
 @cuda.jit(device=True)
-def find_digit(histogram, above, kept, found):
+def find_bin(bins, above, kept):
     """Find the bin that holds the `kept`-th code, counting from the top bin.
 
     `above` codes are larger than any in the histogram. ``found`` gets the bin, the
     codes above it, and these together with those in it. Ends with a block barrier.
     """
+    histogram, groups, found = bins
     # By groups of bins first, a lane a bin: a group is read without bank conflicts.
-    groups = cuda.shared.array(GROUPS, np.int32)
     warp, lane = cuda.threadIdx.x // WARP, cuda.threadIdx.x % WARP
     for group in range(warp, GROUPS, cuda.blockDim.x // WARP):
         count = warp_sum(histogram[group * WARP + lane])
@@ -224,43 +211,74 @@ def find_digit(histogram, above, kept, found):
 
 
 @cuda.jit(device=True)
-def select(row, kept, key_shift, id_bits):
-    """Find a bound with ``kept … CAPACITY`` codes at or above it.
-
-    Returns ``bound, shift, count``: `count` codes have ``code >> shift >= bound``.
-    """
-    histogram = cuda.shared.array(BINS, np.int32)
-    found = cuda.shared.array(3, np.int32)
-    known = 0  # the kept-th largest code's bits from `shift` up
-    shift = 32 - key_shift + id_bits
-    above = 0  # codes larger than `known` in these bits
-    count = row.size
-    while count > CAPACITY:
-        low = max(shift - DIGIT_BITS, 0)
-        count_digits(row, key_shift, id_bits, known, shift, low, histogram)
-        find_digit(histogram, above, kept, found)
-        known = known << (shift - low) | found[0]
-        above = found[1]
-        count = found[2]
-        shift = low
-    return known, shift, count
+def piece_start(source, p):
+    """Where the p-th piece of a source starts in its row."""
+    _, _, chunks, chunk_log, _, _, _ = source
+    chunk = np.int64(chunks[p >> chunk_log])
+    return ((chunk << chunk_log) + (p & ((1 << chunk_log) - 1))) * PIECE
 
 
 @cuda.jit(device=True)
-def gather(row, key_shift, id_bits, bound, shift, codes):
-    """Collect the codes at or above the bound, in no order."""
-    tile = cuda.local.array(UNROLL, np.float32)
-    used = cuda.shared.array(1, np.int32)
+def count_codes(source, low, high, shift, histogram):
+    """Histogram of ``(code - low) >> shift`` over a source's codes in low … high."""
+    row, wide, _, _, pieces, key_shift, id_bits = source
+    tile = cuda.local.array(PIECE, np.float32)
+    for bin_ in range(cuda.threadIdx.x, BINS, cuda.blockDim.x):
+        histogram[bin_] = 0
+    cuda.syncthreads()  # the bins are empty before anything is counted
+    for p in range(cuda.threadIdx.x, pieces, cuda.blockDim.x):
+        start = piece_start(source, p)
+        load_piece(row, start, wide, tile, 0)
+        for j in range(PIECE):
+            code = code_of(tile[j], start + j, row.size, key_shift, id_bits)
+            if start + j < row.size and low <= code < high:
+                cuda.atomic.add(histogram, (code - low) >> shift, 1)
+    cuda.syncthreads()  # everything is counted before the bins are read
+
+
+@cuda.jit(device=True)
+def gather_codes(source, low, used, codes):
+    """Collect a source's codes of `low` or more, in no order, and return their number.
+
+    It may be more than there is room for. For all threads; begins and ends with a
+    block barrier.
+    """
+    row, wide, _, _, pieces, key_shift, id_bits = source
+    tile = cuda.local.array(PIECE, np.float32)
+    cuda.syncthreads()  # the count before, and the codes, have been read
     if cuda.threadIdx.x == 0:
         used[0] = 0
     cuda.syncthreads()  # the count starts before anyone adds to it
-    for start in range(cuda.threadIdx.x, row.size, UNROLL * cuda.blockDim.x):
-        load_tile(row, start, tile)
-        for j in range(UNROLL):
-            i = start + j * cuda.blockDim.x
-            code = code_of(tile[j], i, row.size, key_shift, id_bits)
-            if i < row.size and code >> shift >= bound:
-                codes[cuda.atomic.add(used, 0, 1)] = code
+    for p in range(cuda.threadIdx.x, pieces, cuda.blockDim.x):
+        start = piece_start(source, p)
+        load_piece(row, start, wide, tile, 0)
+        for j in range(PIECE):
+            code = code_of(tile[j], start + j, row.size, key_shift, id_bits)
+            if start + j < row.size and code >= low:
+                at = cuda.atomic.add(used, 0, 1)
+                if at < codes.size:
+                    codes[at] = code
+    cuda.syncthreads()  # all are collected before they are counted and read
+    return used[0]
+
+
+@cuda.jit(device=True)
+def narrow(source, kept, most, low, high, count, bins):
+    """Raise `low` until no more than `most` of a source's codes are as large.
+
+    `count` codes are now, and the `kept`-th largest is one of them, and below `high`.
+    """
+    histogram, _, found = bins
+    above = 0  # codes of `high` or more
+    while count > most:
+        shift = max(0, 64 - cuda.clz(np.int64(high - low - 1)) - DIGIT_BITS)
+        count_codes(source, low, high, shift, histogram)
+        find_bin(bins, above, kept)
+        low += np.int64(found[0]) << shift
+        high = min(high, low + (np.int64(1) << shift))
+        above = found[1]
+        count = found[2]
+    return low
 
 
 @cuda.jit(device=True)
@@ -271,22 +289,63 @@ def sort_falling(codes, count):
         size *= 2
     for i in range(count + cuda.threadIdx.x, size, cuda.blockDim.x):
         codes[i] = -1  # below every code
+    before = size  # the distance of the exchange before
     width = 2
     while width <= size:
         distance = width // 2
         while distance > 0:
-            cuda.syncthreads()  # the exchange before this one is done
-            for i in range(cuda.threadIdx.x, size, cuda.blockDim.x):
-                other = i ^ distance
-                if other > i:
-                    falling = i & width == 0
-                    if (codes[i] < codes[other]) == falling:
-                        smaller = codes[i]
-                        codes[i] = codes[other]
-                        codes[other] = smaller
+            # The exchange before is done. A warp's pairs up to this distance lie in 64
+            # codes of its own.
+            if max(before, distance) > WARP:
+                cuda.syncthreads()
+            else:
+                cuda.syncwarp()
+            for pair in range(cuda.threadIdx.x, size // 2, cuda.blockDim.x):
+                i = 2 * pair - (pair & (distance - 1))
+                mine, other = codes[i], codes[i + distance]
+                if (mine < other) == (i & width == 0):
+                    codes[i], codes[i + distance] = other, mine
+            before = distance
             distance //= 2
         width *= 2
     cuda.syncthreads()  # the last exchange is done
+
+
+@cuda.jit(device=True)
+def write_token(k, code, row, id_bits, top, log_total, log_probs, token_ids):
+    """Write the k-th best token of a row."""
+    token = row.size - 1 - (code & ((np.int64(1) << id_bits) - 1))
+    # Not x - (top + log_total): that sum would round away what is wanted.
+    log_probs[k] = (to_float32(row[token]) - top) - log_total
+    token_ids[k] = token
+
+
+@cuda.jit(device=True)
+def write_best(codes, count, row, id_bits, top, total, log_probs, token_ids):
+    """Order the codes gathered and write the best of them."""
+    kept = token_ids.size
+    log_total = math.log(total)
+    row_of_codes = (row, id_bits, top, log_total, log_probs, token_ids)
+    if count <= COUNTED:
+        for i in range(cuda.threadIdx.x, count, cuda.blockDim.x):
+            better = np.int32(0)
+            for j in range(count):
+                if codes[j] > codes[i]:
+                    better += np.int32(1)
+            if better < kept:
+                write_token(better, codes[i], *row_of_codes)
+        return
+    sort_falling(codes, count)
+    for k in range(cuda.threadIdx.x, kept, cuda.blockDim.x):
+        write_token(k, codes[k], *row_of_codes)
+
+
+@cuda.jit(device=True)
+def write_bad_row(log_probs, token_ids):
+    """Mark a row that is no distribution."""
+    for k in range(cuda.threadIdx.x, token_ids.size, cuda.blockDim.x):
+        log_probs[k] = np.float32(math.nan)
+        token_ids[k] = -1
 
 
 # ----------------------------------------------------------------------- simple version
@@ -295,60 +354,38 @@ def sort_falling(codes, count):
 @cuda.jit
 def topk_kernel(
     logits,  # [B, L, V] f32, f16 or u16 (bf16 bits)
+    wide,  # i32: whether `loads_wide` allows loads of 16 bytes
     key_shift,  # i32: low bits of a float32 that say nothing about such a logit
     id_bits,  # i32: bits that hold V - 1
     log_probs,  # out [B, L, K] f32
     token_ids,  # out [B, L, K] i32
 ):
-    length, kept = log_probs.shape[1], log_probs.shape[2]
-    b = cuda.blockIdx.x // length
-    position = cuda.blockIdx.x % length
-    row = logits[b, position]
     codes = cuda.shared.array(CAPACITY, np.int64)
-    top, total, bad = sum_of_row(row)
+    histogram = cuda.shared.array(BINS, np.int32)
+    groups = cuda.shared.array(GROUPS, np.int32)
+    found = cuda.shared.array(3, np.int32)
+    used = cuda.shared.array(1, np.int32)
+    chunks = cuda.shared.array(1, np.int32)
+    length, kept = log_probs.shape[1], log_probs.shape[2]
+    b, position = cuda.blockIdx.x // length, cuda.blockIdx.x % length
+    row, bins = logits[b, position], (histogram, groups, found)
+    if cuda.threadIdx.x == 0:
+        chunks[0] = 0  # the row is one chunk
+    # Its barrier also orders the chunk before it is read.
+    top, total, bad = sum_of_row(row, wide)
     if bad:  # for all threads of the block alike
-        for k in range(cuda.threadIdx.x, kept, cuda.blockDim.x):
-            log_probs[b, position, k] = np.float32(math.nan)
-            token_ids[b, position, k] = -1
+        write_bad_row(log_probs[b, position], token_ids[b, position])
         return
-    bound, shift, count = select(row, kept, key_shift, id_bits)
-    gather(row, key_shift, id_bits, bound, shift, codes)
-    sort_falling(codes, count)
-    log_total = math.log(total)
-    for k in range(cuda.threadIdx.x, kept, cuda.blockDim.x):
-        token = row.size - 1 - (codes[k] & ((np.int64(1) << id_bits) - 1))
-        # Not x - (top + log_total): that sum would round away what is wanted.
-        log_probs[b, position, k] = (to_float32(row[token]) - top) - log_total
-        token_ids[b, position, k] = token
+    pieces = (row.size + PIECE - 1) // PIECE
+    source = (row, wide, chunks, ONE_CHUNK, pieces, key_shift, id_bits)
+    high = ((order_of(top) >> key_shift) + 1) << id_bits
+    low = narrow(source, kept, CAPACITY, 0, high, row.size, bins)
+    count = gather_codes(source, low, used, codes)
+    best = log_probs[b, position], token_ids[b, position]
+    write_best(codes, count, row, id_bits, top, total, *best)
 
 
-# ------------------------------------------------------------------------ split version
-
-
-@cuda.jit(device=True)
-def block_max(x):
-    """The largest x of the block, for every thread; a block barrier."""
-    warps = cuda.shared.array(WARP, np.float32)
-    for distance in (16, 8, 4, 2, 1):
-        x = cuda.libdevice.fmaxf(x, cuda.shfl_xor_sync(FULL_WARP, x, distance))
-    if cuda.threadIdx.x % WARP == 0:
-        warps[cuda.threadIdx.x // WARP] = x
-    cuda.syncthreads()  # every warp's value is written before it is read
-    for warp in range(cuda.blockDim.x // WARP):
-        x = cuda.libdevice.fmaxf(x, warps[warp])
-    return x
-
-
-@cuda.jit(device=True)
-def block_sum(x):
-    """The sum of the block's x, for every thread; a block barrier."""
-    warps = cuda.shared.array(WARP, np.float32)
-    x = warp_sum(x)
-    if cuda.threadIdx.x % WARP == 0:
-        warps[cuda.threadIdx.x // WARP] = x
-    cuda.syncthreads()  # every warp's sum is written before it is read
-    lane = cuda.threadIdx.x % WARP
-    return warp_sum(warps[lane] if lane < cuda.blockDim.x // WARP else np.float32(0.0))
+# ----------------------------------------------------------------------- chunks version
 
 
 @cuda.jit(device=True)
@@ -367,146 +404,46 @@ def sum_of_tile(tile, top):
     return total
 
 
-@cuda.jit(device=True)
-def count_top_digits(tile, size, histogram):
-    """Count a thread's elements of a slice by the top bits of their codes."""
-    for j in range(tile.size):
-        if np.uint32(cuda.threadIdx.x + j * SLICE_THREADS) < size:
-            digit = (order_of(tile[j]) >> (32 - DIGIT_BITS)) & (BINS - 1)
-            cuda.atomic.add(histogram, digit, 1)
-
-
-@cuda.jit(device=True)
-def gather_tile(tile, size, first, vocab, key_shift, id_bits, digit, used, codes):
-    """Collect a thread's codes of a slice whose top bits are `digit` or more."""
-    for j in range(tile.size):
-        i = np.uint32(cuda.threadIdx.x + j * SLICE_THREADS)
-        own = (order_of(tile[j]) >> (32 - DIGIT_BITS)) & (BINS - 1)
-        if i < size and own >= digit:
-            token = first + np.int64(i)
-            code = code_of(tile[j], token, vocab, key_shift, id_bits)
-            codes[cuda.atomic.add(used, 0, 1)] = code
-
-
-@cuda.jit(device=True)
-def load_codes(codes, size, start, tile):
-    """Load a thread's codes of a tile, -1 past the end: the loads overlap."""
-    for j in range(tile.size):
-        i = np.uint32(start + j * cuda.blockDim.x)
-        code = codes[i if i < size else np.uint32(0)]
-        tile[j] = code if i < size else np.int64(-1)
-
-
-@cuda.jit(device=True)
-def narrow(codes, size, kept, most, known, shift, above, count, histogram, found):
-    """Go on with a radix select until no more than `most` codes are left.
-
-    `known` holds the `kept`-th largest code's bits from `shift` up; `above` of
-    ``codes[:size]`` are larger than that in these bits, `count` larger or equal. Codes
-    of -1 are none. Returns the final `known` and `shift`.
-    """
-    tile = cuda.local.array(UNROLL, np.int64)
-    while count > most:
-        low = max(shift - DIGIT_BITS, 0)
-        for bin_ in range(cuda.threadIdx.x, BINS, cuda.blockDim.x):
-            histogram[bin_] = 0
-        cuda.syncthreads()  # the bins are empty before anything is counted
-        for start in range(cuda.threadIdx.x, size, UNROLL * cuda.blockDim.x):
-            load_codes(codes, size, start, tile)
-            for j in range(UNROLL):
-                if tile[j] >> shift == known:
-                    digit = (tile[j] >> low) & ((1 << (shift - low)) - 1)
-                    cuda.atomic.add(histogram, digit, 1)
-        cuda.syncthreads()  # everything is counted before the bins are read
-        find_digit(histogram, above, kept, found)
-        known = known << (shift - low) | found[0]
-        above = found[1]
-        count = found[2]
-        shift = low
-    return known, shift
-
-
-@cuda.jit(device=True)
-def gather_codes(codes, size, bound, shift, used, best):
-    """Collect the codes at or above the bound, in no order; ends with a barrier."""
-    tile = cuda.local.array(UNROLL, np.int64)
-    if cuda.threadIdx.x == 0:
-        used[0] = 0
-    cuda.syncthreads()  # the count starts before anyone adds to it
-    for start in range(cuda.threadIdx.x, size, UNROLL * cuda.blockDim.x):
-        load_codes(codes, size, start, tile)
-        for j in range(UNROLL):
-            if tile[j] >> shift >= bound:
-                best[cuda.atomic.add(used, 0, 1)] = tile[j]
-    cuda.syncthreads()  # all are collected before they are counted and read
-
-
 @cuda.jit
-def topk_slice_kernel(
+def topk_scan_kernel(
     logits,  # [B, L, V] f32, f16 or u16 (bf16 bits)
-    kept,  # i32: K
-    key_shift,  # i32: low bits of a float32 that say nothing about such a logit
-    id_bits,  # i32: bits that hold V - 1
-    tops,  # out [B*L, S] f32: every slice's maximum
+    wide,  # i32: whether `loads_wide` allows loads of 16 bytes
+    lanes,  # i32: lanes whose pieces make a chunk, 1 … 16, a power of two
+    tops,  # out [B*L, S] f32: every span's maximum
     totals,  # out [B*L, S] f32: its sum of exp(x - maximum), NaN if it is bad
-    codes,  # out [B*L, S*C] i64: C of its best codes, at least K; -1 if it has fewer
+    maxima,  # out [B*L, C] f32: every chunk's maximum, C = S * SPAN / chunk
 ):
-    tile = cuda.local.array(TILE, np.float32)
-    best = cuda.shared.array(SLICE, np.int64)
-    histogram = cuda.shared.array(BINS, np.int32)
-    found = cuda.shared.array(3, np.int32)
-    used = cuda.shared.array(1, np.int32)
-    slices = tops.shape[1]
-    r, s = cuda.blockIdx.x // slices, cuda.blockIdx.x % slices
+    tile = cuda.local.array(HELD, np.float32)
+    spans = tops.shape[1]
+    warp, lane = cuda.grid(1) // WARP, cuda.threadIdx.x % WARP
+    r, s = warp // spans, warp % spans
+    if r >= tops.shape[0]:
+        return
     row = logits[r // logits.shape[1], r % logits.shape[1]]
-    first = s * SLICE
-    size = min(SLICE, row.size - first)
-
-    load_tile(row[first : first + size], cuda.threadIdx.x, tile)
-    for bin_ in range(cuda.threadIdx.x, BINS, cuda.blockDim.x):
-        histogram[bin_] = 0
-    if cuda.threadIdx.x == 0:
-        used[0] = 0
-    top = tile[0]
-    for j in range(1, TILE):
-        top = cuda.libdevice.fmaxf(top, tile[j])  # passes over NaN
-    # Its barrier also orders the empty bins before anything is counted.
-    top = block_max(top)
-    count_top_digits(tile, np.uint32(size), histogram)
-    # Its barrier also orders the counts before they are read.
-    total = block_sum(sum_of_tile(tile, top))
-    if cuda.threadIdx.x == 0:
+    first = s * SPAN + lane * PIECE
+    for p in range(PIECES):
+        load_piece(row, first + p * WARP * PIECE, wide, tile, p * PIECE)
+    top = np.float32(-math.inf)
+    for p in range(PIECES):
+        x = tile[p * PIECE]
+        for j in range(1, PIECE):
+            x = cuda.libdevice.fmaxf(x, tile[p * PIECE + j])  # passes over NaN
+        of_chunk = x
+        for distance in (1, 2, 4, 8, 16):
+            if distance == lanes:
+                of_chunk = x
+            x = cuda.libdevice.fmaxf(x, cuda.shfl_xor_sync(FULL_WARP, x, distance))
+        if lane % lanes == 0:
+            maxima[r, ((s * PIECES + p) * WARP + lane) // lanes] = of_chunk
+        top = cuda.libdevice.fmaxf(top, x)
+    total = warp_sum(sum_of_tile(tile, top))
+    if lane == 0:
         tops[r, s] = top
         totals[r, s] = total
 
-    kept = min(kept, size)
-    find_digit(histogram, 0, kept, found)
-    digit, above, count = found[0], found[1], found[2]
-    gather_tile(
-        tile,
-        np.uint32(size),
-        first,
-        row.size,
-        key_shift,
-        id_bits,
-        digit,
-        used,
-        best,
-    )
-    cuda.syncthreads()  # the codes are there before they are read; `found` was read
-    room = codes.shape[1] // slices
-    out = codes[r, s * room : (s + 1) * room]
-    shift = 32 - DIGIT_BITS - key_shift + id_bits
-    bound, shift = narrow(
-        best, count, kept, room, digit, shift, above, count, histogram, found
-    )
-    gather_codes(best, count, bound, shift, used, out)
-    for i in range(used[0] + cuda.threadIdx.x, room, cuda.blockDim.x):
-        out[i] = -1
-
 
 @cuda.jit(device=True)
-def sum_of_slices(tops, totals):
+def sum_of_spans(tops, totals):
     """A row's maximum and sum of ``exp(x - maximum)``; NaN or 0 if it is bad."""
     top = np.float32(-math.inf)
     for s in range(cuda.threadIdx.x % WARP, tops.size, WARP):
@@ -515,49 +452,100 @@ def sum_of_slices(tops, totals):
         top = cuda.libdevice.fmaxf(top, cuda.shfl_xor_sync(FULL_WARP, top, distance))
     total = np.float32(0.0)
     for s in range(cuda.threadIdx.x % WARP, tops.size, WARP):
-        if totals[s] != np.float32(0.0):  # a masked slice's maximum is -inf
+        if totals[s] != np.float32(0.0):  # a masked span's maximum is -inf
             total += totals[s] * math.exp(tops[s] - top)
     return top, warp_sum(total)
 
 
+@cuda.jit(device=True)
+def block_min(x):
+    """The smallest x of the block, for every thread; a block barrier."""
+    warps = cuda.shared.array(WARP, np.float32)
+    for distance in (16, 8, 4, 2, 1):
+        x = cuda.libdevice.fminf(x, cuda.shfl_xor_sync(FULL_WARP, x, distance))
+    if cuda.threadIdx.x % WARP == 0:
+        warps[cuda.threadIdx.x // WARP] = x
+    cuda.syncthreads()  # every warp's value is written before it is read
+    for warp in range(cuda.blockDim.x // WARP):
+        x = cuda.libdevice.fminf(x, warps[warp])
+    return x
+
+
+@cuda.jit(device=True)
+def lowest_of(row, wide):
+    """The lowest element of a row, for every thread; a block barrier."""
+    tile = cuda.local.array(PIECE, np.float32)
+    lowest = np.float32(math.inf)
+    for start in range(cuda.threadIdx.x * PIECE, row.size, cuda.blockDim.x * PIECE):
+        load_piece(row, start, wide, tile, 0)
+        for j in range(PIECE):
+            lowest = cuda.libdevice.fminf(lowest, tile[j])
+    return block_min(lowest)
+
+
 @cuda.jit
-def topk_merge_kernel(
+def topk_pick_kernel(
     logits,  # [B, L, V] f32, f16 or u16 (bf16 bits)
+    wide,  # i32: whether `loads_wide` allows loads of 16 bytes
+    key_shift,  # i32: low bits of a float32 that say nothing about such a logit
+    id_bits,  # i32: bits that hold V - 1 …
+    chunk_bits,  # i32: … and C - 1
+    chunk_log,  # i32: logarithm of a chunk's pieces
     tops,  # [B*L, S] f32
     totals,  # [B*L, S] f32
-    codes,  # [B*L, S*C] i64
-    code_bits,  # i32: bits of a code …
-    id_bits,  # i32: … and of the id in it
+    maxima,  # [B*L, C] f32
     log_probs,  # out [B, L, K] f32
     token_ids,  # out [B, L, K] i32
 ):
-    best = cuda.shared.array(CAPACITY, np.int64)
+    codes = cuda.shared.array(CAPACITY, np.int64)
     histogram = cuda.shared.array(BINS, np.int32)
+    groups = cuda.shared.array(GROUPS, np.int32)
     found = cuda.shared.array(3, np.int32)
     used = cuda.shared.array(1, np.int32)
+    chunks = cuda.shared.array(MAX_CHUNKS, np.int32)
     length, kept = log_probs.shape[1], log_probs.shape[2]
     r = cuda.blockIdx.x
     b, position = r // length, r % length
-    row = logits[b, position]
-    top, total = sum_of_slices(tops[r], totals[r])  # the same in every warp
+    row, of_chunks = logits[b, position], maxima[r]
+    bins = (histogram, groups, found)
+    best = log_probs[b, position], token_ids[b, position]
+    top, total = sum_of_spans(tops[r], totals[r])  # the same in every warp
     if not total > np.float32(0.0):
-        for k in range(cuda.threadIdx.x, kept, cuda.blockDim.x):
-            log_probs[b, position, k] = np.float32(math.nan)
-            token_ids[b, position, k] = -1
+        write_bad_row(*best)
         return
-    size = codes.shape[1]
-    most = min(kept + ROOM, CAPACITY)
-    bound, shift = narrow(
-        codes[r], size, kept, most, 0, code_bits, 0, size, histogram, found
+
+    # The best chunks, at least K of them, or all.
+    if cuda.threadIdx.x == 0:
+        chunks[0] = 0  # the row of maxima is one chunk
+    low = order_of(lowest_of(of_chunks, np.int32(1))) >> key_shift << chunk_bits
+    high = ((order_of(top) >> key_shift) + 1) << chunk_bits
+    n = of_chunks.size
+    source = (
+        of_chunks,
+        np.int32(1),
+        chunks,
+        ONE_CHUNK,
+        n // PIECE,
+        key_shift,
+        chunk_bits,
     )
-    gather_codes(codes[r], size, bound, shift, used, best)
-    sort_falling(best, used[0])
-    log_total = math.log(total)
-    for k in range(cuda.threadIdx.x, kept, cuda.blockDim.x):
-        token = row.size - 1 - (best[k] & ((np.int64(1) << id_bits) - 1))
-        # Not x - (top + log_total): that sum would round away what is wanted.
-        log_probs[b, position, k] = (to_float32(row[token]) - top) - log_total
-        token_ids[b, position, k] = token
+    most = min(kept + ROOM, MAX_CHUNKS)
+    low = narrow(source, kept, most, low, high, n, bins)
+    n_chunks = gather_codes(source, low, used, codes)
+    for i in range(cuda.threadIdx.x, n_chunks, cuda.blockDim.x):
+        chunks[i] = n - 1 - (codes[i] & ((np.int64(1) << chunk_bits) - 1))
+
+    # Their tokens that are as good as the K-th chunk's best, at least K of them.
+    low = low >> chunk_bits << id_bits
+    high = ((order_of(top) >> key_shift) + 1) << id_bits
+    pieces = n_chunks << chunk_log
+    source = (row, wide, chunks, chunk_log, pieces, key_shift, id_bits)
+    # Its first barrier also orders the chunks before they are read.
+    count = gather_codes(source, low, used, codes)
+    if count > CAPACITY:
+        low = narrow(source, kept, CAPACITY, low, high, count, bins)
+        count = gather_codes(source, low, used, codes)
+    write_best(codes, count, row, id_bits, top, total, *best)
 
 
 def topk(
@@ -579,9 +567,8 @@ def topk(
     check : bool, optional
         Raise for a row with NaN, +inf or only -inf; otherwise its candidates are NaN
         and -1. If omitted, host arrays are checked; device arrays cannot be.
-    version : {"auto", "simple", "split"}
-        The kernels; "auto" splits rows that are longer than a slice. Both versions
-        select the same.
+    version : {"auto", "simple", "chunks"}
+        The kernels; "auto" cuts long rows into chunks. Both versions select the same.
     executor : {"gpu", "emulator", "numpy"}, optional
         If omitted: ``DDTREE_EXECUTOR``, else NumPy for host arrays, the GPU for device
         arrays.
@@ -616,70 +603,58 @@ def topk(
     log_probs = at.empty((batch, length, kept), np.float32)
     token_ids = at.empty((batch, length, kept), np.int32)
     if batch * length * kept:
-        key_shift = {np.uint16: 16, np.float16: 13}.get(given.dtype.type, 0)
-        id_bits = (vocab - 1).bit_length()
-        split = version == "split" or (version == "auto" and vocab > SLICE)
-        launch = _launch_split if split else _launch_simple
-        launch(at, at.put(given), key_shift, id_bits, log_probs, token_ids)
+        if version == "auto":
+            version = "simple" if vocab <= SIMPLE_UP_TO else "chunks"
+        launch = _launch_simple if version == "simple" else _launch_chunks
+        launch(at, at.put(given), log_probs, token_ids)
     log_probs, token_ids = at.give(log_probs), at.give(token_ids)
     if checked and np.isnan(log_probs).any():
         reference.topk(given, 0)  # raises, and says which row and why
     return log_probs, token_ids
 
 
-def _warps(threads: int, most: int) -> int:
+def _warps(threads: int) -> int:
     """Threads of a block: whole warps."""
-    return min(most, -(-threads // WARP) * WARP)
+    return min(THREADS, -(-threads // WARP) * WARP)
 
 
-def _launch_simple(
-    at: Place, logits: Any, key_shift: int, id_bits: int, log_probs: Any, token_ids: Any
-) -> None:
+def _codes(logits: Any) -> tuple[np.int32, np.int32]:
+    """The key_shift and id_bits of `code_of`."""
+    key_shift = {np.uint16: 16, np.float16: 13}.get(logits.dtype.type, 0)
+    return np.int32(key_shift), np.int32((logits.shape[2] - 1).bit_length())
+
+
+def _chunk_log(kept: int) -> int:
+    """Logarithm of a chunk's pieces: few chunks, and few tokens in those selected."""
+    return 3 if kept <= 128 else 2 if kept <= 512 else 1
+
+
+def _launch_simple(at: Place, logits: Any, log_probs: Any, token_ids: Any) -> None:
     batch, length, vocab = logits.shape
+    wide = np.int32(loads_wide(logits))
     at.launch(
-        topk_kernel,
-        batch * length,
-        _warps(vocab, THREADS),
-        logits,
-        np.int32(key_shift),
-        np.int32(id_bits),
-        log_probs,
-        token_ids,
+        *(topk_kernel, batch * length, _warps(-(-vocab // PIECE))),
+        *(logits, wide, *_codes(logits), log_probs, token_ids),
     )
 
 
-def _launch_split(
-    at: Place, logits: Any, key_shift: int, id_bits: int, log_probs: Any, token_ids: Any
-) -> None:
+def _launch_chunks(at: Place, logits: Any, log_probs: Any, token_ids: Any) -> None:
     batch, length, vocab = logits.shape
     rows, kept = batch * length, log_probs.shape[2]
-    slices = -(-vocab // SLICE)
-    room = min(kept + ROOM, SLICE)
-    tops = at.empty((rows, slices), np.float32)
-    totals = at.empty((rows, slices), np.float32)
-    codes = at.empty((rows, slices * room), np.int64)
+    spans = -(-vocab // SPAN)
+    chunk_log = _chunk_log(kept)
+    chunks = spans * SPAN // (PIECE << chunk_log)
+    wide = np.int32(loads_wide(logits))
+    tops = at.empty((rows, spans), np.float32)
+    totals = at.empty((rows, spans), np.float32)
+    maxima = at.empty((rows, chunks), np.float32)
     at.launch(
-        topk_slice_kernel,
-        rows * slices,
-        SLICE_THREADS,
-        logits,
-        np.int32(kept),
-        np.int32(key_shift),
-        np.int32(id_bits),
-        tops,
-        totals,
-        codes,
+        *(topk_scan_kernel, -(-rows * spans * WARP // SCAN_THREADS), SCAN_THREADS),
+        *(logits, wide, np.int32(1 << chunk_log), tops, totals, maxima),
     )
+    chunk_bits = np.int32((chunks - 1).bit_length())
     at.launch(
-        topk_merge_kernel,
-        rows,
-        _warps(slices * room, THREADS),
-        logits,
-        tops,
-        totals,
-        codes,
-        np.int32(32 - key_shift + id_bits),
-        np.int32(id_bits),
-        log_probs,
-        token_ids,
+        *(topk_pick_kernel, rows, _warps(max(kept << chunk_log, chunks // PIECE))),
+        *(logits, wide, *_codes(logits), chunk_bits, np.int32(chunk_log)),
+        *(tops, totals, maxima, log_probs, token_ids),
     )

@@ -1,0 +1,165 @@
+"""Loads of 16 bytes, and reductions that are one instruction of a warp.
+
+=================  ================================================================
+`load_8`           ``ld.global.v4``: eight elements as float32
+`load_piece`       eight logits of a row, by such loads if they may be
+`redux_max`        ``redux.sync.max.s32``: the largest of the warp's 32
+`redux_min`        ``redux.sync.min.u32``: the smallest, unsigned
+=================  ================================================================
+
+A warp that loads 2 bytes a lane asks memory for 64 bytes at a time and needs eight
+times the instructions; what reads all logits once is as fast as its loads are wide.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import cuda, types
+from numba.core import cgutils
+from numba.core.errors import TypingError
+from numba.cuda.extending import intrinsic
+
+from ddtree_numba.backend import is_device_array, to_float32
+from ddtree_numba.emulator.intrinsics import Executing, emulation
+from ddtree_numba.kernels.ptx import (
+    _F32,
+    _GLOBAL,
+    _I32,
+    _I64,
+    _address,
+    _assembly,
+    _check_index,
+)
+
+PIECE = 8  # elements that are loaded together
+
+
+@intrinsic
+def load_8(typingctx, array, index):
+    """Eight neighbouring elements as float32, by loads of 16 bytes (ld.global.v4).
+
+    array : float32, float16 or uint16 (bf16 bits), in global memory
+    index
+        Of the first element, whose address is a multiple of 16.
+    """
+    _check_index(array, index)
+    if array.dtype not in (types.float32, types.float16, types.uint16):
+        raise TypingError(f"array: expected f32, f16 or u16 elements, got {array}")
+
+    def codegen(context, builder, signature, args):
+        kind = signature.args[0].dtype
+        address = _address(context, builder, signature.args, args, _GLOBAL)
+        if kind == types.float32:
+            words = _load(builder, address, _F32, 4)
+            words += _load(builder, builder.add(address, _I64(16)), _F32, 4)
+        elif kind == types.uint16:
+            words = []
+            for word in _load(builder, address, _I32, 4):
+                low = builder.shl(word, _I32(16))
+                high = builder.and_(word, _I32(0xFFFF0000))
+                words += [builder.bitcast(half, _F32) for half in (low, high)]
+        else:
+            halves = _load(builder, address, ir.HalfType(), 8)
+            words = [builder.fpext(half, _F32) for half in halves]
+        return cgutils.pack_array(builder, words)
+
+    return types.UniTuple(types.float32, PIECE)(array, index), codegen
+
+
+def _load(builder: Any, address: Any, kind: ir.Type, count: int) -> list[Any]:
+    """`count` elements that are 16 bytes together."""
+    vector = ir.VectorType(kind, count)
+    pointer = builder.inttoptr(address, vector.as_pointer(_GLOBAL))
+    loaded = builder.load(pointer, align=16)
+    return [builder.extract_element(loaded, _I32(n)) for n in range(count)]
+
+
+@emulation(load_8)
+def _(lane: Executing, array: Any, index: Any) -> tuple[np.float32, ...]:
+    step = 16 // array.itemsize
+    starts = range(index, index + PIECE, step)
+    words = [lane.read("load_8", array, i, 16, "global") for i in starts]
+    values = np.concatenate(words).view(array.dtype)
+    return tuple(map(to_float32, values))
+
+
+@intrinsic
+def redux_max(typingctx, x):
+    """``redux.sync.max.s32``: the largest x of the warp, all of whose lanes come."""
+
+    def codegen(context, builder, signature, args):
+        text = "redux.sync.max.s32 $0, $1, 0xffffffff;"
+        return _assembly(
+            builder, _I32, text, "=r,r", list(args), memory=False, warp=True
+        )
+
+    return types.int32(types.int32), codegen
+
+
+@intrinsic
+def redux_min(typingctx, x):
+    """``redux.sync.min.u32``: the smallest x of the warp, all of whose lanes come."""
+
+    def codegen(context, builder, signature, args):
+        text = "redux.sync.min.u32 $0, $1, 0xffffffff;"
+        return _assembly(
+            builder, _I32, text, "=r,r", list(args), memory=False, warp=True
+        )
+
+    return types.uint32(types.uint32), codegen
+
+
+@emulation(redux_max)
+def _(lane: Executing, x: Any) -> int:
+    return lane.together("redux.max", int(x), lambda given: [max(given)] * len(given))
+
+
+@emulation(redux_min)
+def _(lane: Executing, x: Any) -> int:
+    return lane.together("redux.min", int(x), lambda given: [min(given)] * len(given))
+
+
+# ------------------------------------------------------------------ rows of logits
+
+
+def loads_wide(x: Any) -> bool:
+    """Whether `load_8` may load 16 bytes at a time from every row of `x`.
+
+    Parameters
+    ----------
+    x : float32, float16 or uint16 (bf16 bits) [..., V], NumPy or Numba device array
+        Rows must start at multiples of 16 bytes and hold whole pieces.
+    """
+    if is_device_array(x):
+        address = x.__cuda_array_interface__["data"][0]
+    else:
+        address = x.ctypes.data
+    steps = [s for s, n in zip(x.strides[:-1], x.shape[:-1], strict=True) if n > 1]
+    return (
+        x.strides[-1] == x.itemsize
+        and x.shape[-1] % PIECE == 0
+        and not any(step % 16 for step in (address, *steps))
+    )
+
+
+@cuda.jit(device=True)
+def load_piece(row, start, wide, tile, at):
+    """Load ``row[start : start + 8]`` to ``tile[at : at + 8]``, -inf past the end.
+
+    row : float32, float16 or uint16 (bf16 bits) [V]
+    wide : whether `loads_wide` allows it; then `start` is a multiple of 8
+    """
+    if wide:
+        inside = start < row.size
+        values = load_8(row, start if inside else 0)
+        for j in range(PIECE):
+            tile[at + j] = values[j] if inside else np.float32(-math.inf)
+    else:
+        for j in range(PIECE):
+            i = start + j
+            x = to_float32(row[i if i < row.size else 0])
+            tile[at + j] = x if i < row.size else np.float32(-math.inf)
