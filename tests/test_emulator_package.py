@@ -36,8 +36,8 @@ def run_topk(rng, executor="emulator", **options):
     return topk(logits, 20, executor=executor, **options)
 
 
-def run_split_topk(rng, executor="emulator"):
-    return run_topk(rng, executor, version="split")
+def run_chunks_topk(rng, executor="emulator"):
+    return run_topk(rng, executor, version="chunks")
 
 
 def run_argmax(rng, executor="emulator"):
@@ -90,7 +90,7 @@ def run_split_verify_attn(rng, executor="emulator"):
 
 STAGES = {
     run_topk: {"topk_kernel"},
-    run_split_topk: {"topk_slice_kernel", "topk_merge_kernel"},
+    run_chunks_topk: {"topk_scan_kernel", "topk_pick_kernel"},
     run_argmax: {"argmax_kernel"},
     run_tree_build: {"tree_build_kernel"},
     run_parallel_tree_build: {"tree_build_parallel_kernel"},
