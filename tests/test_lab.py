@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from numba import cuda
 
 from ddtree_numba import lab
 from ddtree_numba.lab import compare, exercise, grading
@@ -95,6 +96,34 @@ def test_an_error_is_told_with_the_line_of_the_answer_that_raised_it():
     says = lab.grade(2, broken)[0].says
     assert "IndexError: list index out of range" in says
     assert "return [][0])" in says
+
+
+@cuda.jit
+def unwritten_kernel(log_probs, probs):
+    raise NotImplementedError("TODO: the kernel")
+
+
+@cuda.jit
+def divergent_kernel(log_probs, probs):
+    if cuda.threadIdx.x < 3:
+        cuda.syncthreads()
+
+
+@cuda.jit
+def misspelt_kernel(log_probs, probs):
+    probs[0] = log_prob[0]  # noqa: F821
+
+
+def test_faults_in_kernels_are_told_without_their_files_folder():
+    result = lab.grade(0, unwritten_kernel)[0]
+    assert (result.status, result.says) == (
+        grading.UNWRITTEN, "Not written yet. TODO: the kernel",
+    )  # fmt: skip
+    says = lab.grade(0, misspelt_kernel)[0].says
+    assert "'log_prob' is not defined (block 0, lane 0, line" in says
+    says = lab.grade(0, divergent_kernel)[0].says
+    assert "not every lane of the block comes to" in says
+    assert ", test_lab.py:" in says
 
 
 def test_an_endless_answer_is_stopped_even_if_it_catches_everything(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import re
 import signal
 import threading
 import traceback
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ddtree_numba.emulator import EmulatorError, KernelError
 from ddtree_numba.lab.exercise import Case, Complaint, Exercise, find
 
 PASSED, FAILED, UNWRITTEN = "passed", "failed", "unwritten"
@@ -20,6 +22,7 @@ PASSED, FAILED, UNWRITTEN = "passed", "failed", "unwritten"
 SECONDS_A_CASE = 20.0
 """After this a case is stopped; the slowest takes about one."""
 
+_FOLDER = re.compile(r"\S*[/\\](?=[^/\\\s]+:\d)")  # of "folder/file.py:12"
 _PACKAGE = Path(__file__).resolve().parents[1]
 _STDLIB = Path(traceback.__file__).resolve().parent
 
@@ -70,27 +73,40 @@ def _run(case: Case, answer: Any) -> Result:
     try:
         with _time_limit(SECONDS_A_CASE):
             says = case.run(answer)
-    except NotImplementedError as error:
-        return Result(case.name, UNWRITTEN, f"Not written yet. {error}".rstrip())
     except Complaint as complaint:
         says = str(complaint)
     except _OutOfTime:
         says = f"It did not come back within {SECONDS_A_CASE:g} seconds."
     except (Exception, SystemExit, GeneratorExit) as error:
+        # What a kernel raises comes wrapped by the emulator.
+        cause = error.__cause__ if isinstance(error, KernelError) else error
+        if type(cause) is NotImplementedError:
+            return Result(case.name, UNWRITTEN, f"Not written yet. {cause}".rstrip())
         says = _describe(error)
     return Result(case.name, FAILED if says else PASSED, says or "")
 
 
 def _describe(error: BaseException) -> str:
     """One line: what was raised, and by which line of the answer."""
-    text = " ".join(str(error).split())
+    if isinstance(error, EmulatorError) and error.place:
+        place = error.place
+        return (
+            f"{type(error).__name__}: {' '.join(error.what.split())} (block "
+            f"{place.block[0]}, lane {place.lane}, "
+            f"{_source(place.filename, place.lineno)})"
+        )
+    text = " ".join(_FOLDER.sub("", str(error)).split())
     says = f"It raised {type(error).__name__}" + (f": {text}" if text else "")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if _is_library(frame.filename):
             continue
-        if source := linecache.getline(frame.filename, frame.lineno or 0).strip():
-            return f"{says} (line {frame.lineno}: {source})"
+        if linecache.getline(frame.filename, frame.lineno or 0).strip():
+            return f"{says} ({_source(frame.filename, frame.lineno)})"
     return says
+
+
+def _source(filename: str, line: int | None) -> str:
+    return f"line {line}: {linecache.getline(filename, line or 0).strip()}"
 
 
 def _is_library(filename: str) -> bool:
