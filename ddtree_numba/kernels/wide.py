@@ -140,7 +140,7 @@ def loads_wide(x: Any) -> bool:
         address = x.ctypes.data
     steps = [s for s, n in zip(x.strides[:-1], x.shape[:-1], strict=True) if n > 1]
     return (
-        x.strides[-1] == x.itemsize
+        x.strides[-1] == x.dtype.itemsize
         and x.shape[-1] % PIECE == 0
         and not any(step % 16 for step in (address, *steps))
     )
