@@ -9,6 +9,7 @@ from ddtree_numba.viz.access import access_figure
 from ddtree_numba.viz.film import show_film
 from ddtree_numba.viz.heap import heap_animation, heap_figure
 from ddtree_numba.viz.lanes import lanes_figure
+from ddtree_numba.viz.ledger import ledger_figure, mla_ledger
 from ddtree_numba.viz.link import link_figure
 from ddtree_numba.viz.masks import mask_figure, round_figure
 from ddtree_numba.viz.memory import memory_figure
@@ -27,9 +28,11 @@ __all__ = [
     "heap_animation",
     "heap_figure",
     "lanes_figure",
+    "ledger_figure",
     "link_figure",
     "mask_figure",
     "memory_figure",
+    "mla_ledger",
     "online_figure",
     "reads_figure",
     "round_figure",
