@@ -54,8 +54,7 @@ class Written(bytearray):
     Attributes
     ----------
     in_flight : dict
-        ``{address // 16: copy}`` of what is on its way there; None as a key stands for
-        every address.
+        ``{address // 16: copy}`` of what is on its way there.
     data : numpy.ndarray
         The memory, uint8 (of shared memory only, like all that follows).
     start, base : int
@@ -75,7 +74,7 @@ class Written(bytearray):
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes)
-        self.in_flight: dict[int | None, Any] = {}
+        self.in_flight: dict[int, Any] = {}
         self.array = self.fenced = None
 
     def renew(self) -> None:
@@ -93,7 +92,7 @@ class Written(bytearray):
 
     def arriving(self, address: int) -> Any:
         """What is on its way to an address."""
-        return self.in_flight.get(address // 16) or self.in_flight.get(None)
+        return self.in_flight.get(address // 16)
 
 
 def poisoned(nbytes: int, alignment: int = 16) -> np.ndarray:

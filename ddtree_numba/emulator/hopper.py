@@ -290,9 +290,7 @@ def _group(lane: Executing, name: str) -> Warpgroup:
 def set_max_registers(lane: Executing, count: int) -> None:
     """``setmaxnreg``: nothing here but a look at the count."""
     if count % 8 or not 24 <= count <= 256:
-        raise LaunchError(
-            f"setmaxnreg {count}: expected a multiple of 8 from 24 to 256"
-        )
+        raise ValueError(f"setmaxnreg {count}: expected a multiple of 8, 24 to 256")
 
 
 def wait_for_at_least(lane: Executing, array: Any, index: Any, value: int) -> None:

@@ -518,11 +518,11 @@ class Hub:
         left = [lane.index for lane in self.lanes if lane.left]
         kind: type[StuckError] = DeadlockError
         complaint = "a warp collective whose mask names lanes that do not come"
-        if "block" in scopes:
+        if untils:
+            kind, complaint = untils[0].kind, untils[0].complaint
+        elif "block" in scopes:
             kind = BarrierDivergenceError
             complaint = "a barrier that not every lane of the block comes to"
-        elif untils:
-            kind, complaint = untils[0].kind, untils[0].complaint
         lines = [f"{self.kernel}, block {self.block.tuple()}: {reason or complaint}"]
         for key, lanes in waiting.items():
             name, filename, lineno = key

@@ -254,18 +254,34 @@ class _Sums:
                 )
             cells.data[: self.n // 2] = registers[lane]
             flags[:] = WRITTEN * len(flags)
-            cells.written.obj.in_flight.pop(None, None)  # type: ignore[union-attr]
+            for chunk in _chunks(cells, self.n):
+                del _bitmap(cells).in_flight[chunk]
 
 
 def _wide(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
+def _bitmap(cells: Cells) -> Written:
+    assert cells.written is not None
+    return cells.written.obj  # type: ignore[return-value]
+
+
 def _flags(cells: Cells, n: int) -> memoryview:
-    """The bitmap of a lane's registers."""
+    """The part of the bitmap that belongs to a lane's registers."""
     assert cells.written is not None
     first = cells.origin * cells.itemsize
     return cells.written[first : first + 2 * n]
+
+
+def _address(cells: Cells) -> int:
+    return cells.array.address + cells.origin * cells.itemsize
+
+
+def _chunks(cells: Cells, n: int) -> range:
+    """The 16-byte pieces that a lane's registers touch, by address // 16."""
+    first = _address(cells)
+    return range(first // 16, -(-(first + 2 * n) // 16))
 
 
 class _Running:
@@ -424,7 +440,7 @@ class Warpgroup:
             )
         flags = _flags(sums, n)
         before = flags.tobytes()
-        key = self._own_place(), sums.array.address + 4 * sums.origin
+        key = self._own_place(), _address(sums)
         if before == bytes([IN_FLIGHT]) * len(before):
             if self.taken.get(key) == n:
                 return
@@ -432,12 +448,14 @@ class Warpgroup:
             if product.accumulate and before != WRITTEN * len(before):
                 raise UninitialisedReadError(unwritten(sums.array.name, "local"))
             flags[:] = bytes([IN_FLIGHT]) * len(flags)
-            sums.written.obj.in_flight[None] = running  # type: ignore[union-attr]
+            flying = dict.fromkeys(_chunks(sums, n), running)
+            _bitmap(sums).in_flight.update(flying)
             self.taken[key] = n
             return
+        first = _address(sums) + before.index(IN_FLIGHT)
         raise InFlightError(
             f"{sums.array.name}: sums of {NAME} n{n} overlap with those of "
-            f"{sums.written.obj.in_flight.get(None)}"  # type: ignore[union-attr]
+            f"{_bitmap(sums).arriving(first)}"
         )
 
     def _multiply(self, instruction: _Instruction) -> None:
@@ -463,7 +481,7 @@ class Warpgroup:
 
     def _sums_of(self, cells: Sequence[Cells], product: Product) -> _Sums:
         """The sums that these lanes add to, all of them the same."""
-        addresses = [each.array.address + 4 * each.origin for each in cells]
+        addresses = [_address(each) for each in cells]
         known = self.sums.get(addresses[0])
         if known is None:
             known = _Sums(addresses, cells, product.n, product.accumulate)
