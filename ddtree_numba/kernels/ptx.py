@@ -1,18 +1,44 @@
 """PTX instructions that Numba has no name for, as functions that a kernel calls.
 
 Tensor cores and asynchronous copies, each with what it means, which lane holds what,
-and what it does in the emulator. All need compute capability 8.0 or later.
+and what it does in the emulator.
 
-=========================  =========================================================
-`cp_async_16`              copy 16 bytes from global to shared memory, later
-`cp_async_16_zfill`        the same, with the end of the 16 bytes zero
-`cp_async_commit_group`    close a group of such copies
-`cp_async_wait_group`      wait until all but the newest n groups have arrived
-`ldmatrix_x4`, `…_trans`   load four 8x8 matrices of 16-bit elements, by the warp
-`mma_m16n8k16_bf16`        multiply 16x16 by 16x8 bfloat16 and add, by the warp
-`cvt_rn_bf16x2`            round two float32 to bfloat16, packed in 32 bits
-`ex2_approx`               2 to the power of x
-=========================  =========================================================
+===========================  =======================================================
+Compute capability 8.0 or later
+------------------------------------------------------------------------------------
+`cp_async_16`                copy 16 bytes from global to shared memory, later
+`cp_async_16_zfill`          the same, with the end of the 16 bytes zero
+`cp_async_commit_group`      close a group of such copies
+`cp_async_wait_group`        wait until all but the newest n groups have arrived
+`ldmatrix_x4`, `…_trans`     load four 8x8 matrices of 16-bit elements, by the warp
+`mma_m16n8k16_bf16`          multiply 16x16 by 16x8 bfloat16 and add, by the warp
+`cvt_rn_bf16x2`              round two float32 to bfloat16, packed in 32 bits
+`ex2_approx`                 2 to the power of x
+`bar_sync`, `bar_arrive`     come to a named barrier and wait, or only come
+`bar_red_or`                 … and wait, and learn whether anyone brought a nonzero
+`st_global_v2_f32`           store two neighbouring float32
+Compute capability 9.0
+------------------------------------------------------------------------------------
+`mbarrier_init`              make a barrier that counts arrivals and bytes of copies
+`mbarrier_arrive`            arrive at it
+`mbarrier_arrive_expect_tx`  arrive, and announce bytes that copies will bring
+`mbarrier_wait`              wait until a phase of it is complete
+`cp_async_bulk_tensor_3d`    copy a box of a tensor to shared memory, later
+`stmatrix_x4`                store four 8x8 matrices of 16-bit elements, by the warp
+`fence_mbarrier_init`        order: new mbarriers, before copies
+`fence_proxy_async`          order: plain stores, before tensor cores and copies
+`fence_proxy_tensormap`      order: a tensor map, before copies by it
+Target sm_90a alone
+------------------------------------------------------------------------------------
+`setmaxnreg_inc`, `…_dec`    move registers from one warpgroup to another
+`wgmma_descriptor`           name a matrix in shared memory
+`wgmma_m64n64k16_bf16`       multiply 64x16 by 16x64 and add, by the warpgroup, later
+`wgmma_m64n256k16_bf16`      … 16x256, all from shared memory
+`…_from_registers`           … with the 64x16 matrix from registers
+`wgmma_fence`                order: registers, before products
+`wgmma_commit_group`         close a group of products
+`wgmma_wait_group`           wait until all but the newest n groups are done
+===========================  =======================================================
 
 Addresses
 ---------
@@ -35,7 +61,8 @@ is a constant once loops are unrolled.
 In all tables below ``g = lane // 4`` and ``t = lane % 4``.
 
 Source: NVIDIA, PTX ISA, sections "Matrix fragments for mma.m16n8k16",
-"ldmatrix", "cp.async".
+"ldmatrix", "cp.async", "mbarrier", "Asynchronous warpgroup level matrix instructions",
+"Tensor data movement".
 """
 
 from __future__ import annotations
@@ -53,15 +80,37 @@ from ddtree_numba.bf16 import from_float32, to_float32
 from ddtree_numba.emulator.intrinsics import Executing, emulation
 
 __all__ = [
+    "bar_arrive",
+    "bar_red_or",
+    "bar_sync",
     "cp_async_16",
     "cp_async_16_zfill",
+    "cp_async_bulk_tensor_3d",
     "cp_async_commit_group",
     "cp_async_wait_group",
     "cvt_rn_bf16x2",
     "ex2_approx",
+    "fence_mbarrier_init",
+    "fence_proxy_async",
+    "fence_proxy_tensormap",
     "ldmatrix_x4",
     "ldmatrix_x4_trans",
+    "mbarrier_arrive",
+    "mbarrier_arrive_expect_tx",
+    "mbarrier_init",
+    "mbarrier_wait",
     "mma_m16n8k16_bf16",
+    "setmaxnreg_dec",
+    "setmaxnreg_inc",
+    "st_global_v2_f32",
+    "stmatrix_x4",
+    "wgmma_commit_group",
+    "wgmma_descriptor",
+    "wgmma_fence",
+    "wgmma_m64n256k16_bf16",
+    "wgmma_m64n256k16_bf16_from_registers",
+    "wgmma_m64n64k16_bf16",
+    "wgmma_wait_group",
 ]
 
 _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -457,3 +506,622 @@ def _(lane: Executing, x: Any) -> np.float32:
     smallest = np.finfo(np.float32).smallest_normal
     y = np.float32(np.exp2(np.float64(x)))
     return y if y >= smallest or y != y else np.float32(0)
+
+
+# -- how Hopper's instructions are written into the kernel ----------------------------
+
+
+def _check_integer(name: str, kind: Any) -> None:
+    if not isinstance(kind, types.Integer):
+        raise TypingError(f"{name}: expected an integer, got {kind}")
+
+
+def _check_registers(name: str, kind: Any, dtype: Any) -> None:
+    """Typing: a local array that the compiler keeps in registers."""
+    if not (isinstance(kind, types.Array) and (kind.ndim, kind.layout) == (1, "C")):
+        raise TypingError(f"{name}: expected a contiguous local array, got {kind}")
+    if kind.dtype != dtype:
+        raise TypingError(f"{name}: expected {dtype} elements, got {kind.dtype}")
+
+
+def _registers(context: Any, builder: Any, kind: Any, value: Any, count: int) -> list:
+    """Where the first `count` elements of a local array are."""
+    data = context.make_array(kind)(context, builder, value).data
+    return [builder.gep(data, [_I32(n)]) for n in range(count)]
+
+
+def _instruction(text: str, operands: str = "", *, warp: bool = True) -> Any:
+    """The codegen of an instruction that takes integers and returns nothing.
+
+    `operands`: a letter each, r for 32 bits and n for a constant, which must be one
+    by the time the compiler has put device functions into their callers.
+    """
+
+    def codegen(context, builder, signature, args):
+        given = [
+            context.cast(builder, value, kind, types.uint32)
+            for value, kind in zip(args, signature.args, strict=True)
+        ]
+        constraints = ",".join(operands)
+        void = ir.VoidType()
+        _assembly(builder, void, text, constraints, given, memory=True, warp=warp)
+        return context.get_dummy_value()
+
+    return codegen
+
+
+def _tied(
+    context: Any,
+    builder: Any,
+    text: Any,
+    sums: tuple[Any, Any, int],
+    operands: list[Any],
+    constraints: str = "",
+) -> None:
+    """Instructions that change a local float32 array, which stays in registers.
+
+    sums : the array's type, its value, and how many elements it has
+    text : what the names of its registers and of the operands make into PTX
+
+    Every register is a result and an operand that is tied to it, so that nothing that
+    uses the array moves from one side of the instructions to the other.
+    """
+    kind, value, count = sums
+    slots = _registers(context, builder, kind, value, count)
+    names = [f"${n}" for n in range(count)]
+    more = [f"${n}" for n in range(2 * count, 2 * count + len(operands))]
+    letters = ["=f"] * count + [str(n) for n in range(count)]
+    letters += [constraints] if constraints else []
+    new = _assembly(
+        builder,
+        ir.LiteralStructType([_F32] * count),
+        text("{" + ", ".join(names) + "}", more),
+        ",".join(letters),
+        [builder.load(slot) for slot in slots] + operands,
+        memory=True,
+        warp=True,
+    )
+    for place, slot in zip(_fields(builder, new, count), slots, strict=True):
+        builder.store(place, slot)
+
+
+# -- mbarrier (sm_90) -----------------------------------------------------------------
+#
+# An mbarrier is a uint64 in shared memory that counts. A phase of it is complete when
+# `count` arrivals have come and the bytes of all copies that were announced have
+# arrived; then the next phase begins by itself. Who waits names a phase by its parity:
+# 0 for the first, third, … and 1 for the second, fourth, …
+#
+#   mbarrier_init(bars, 0, 1)                     one thread, once
+#   mbarrier_arrive_expect_tx(bars, 0, 8192)      the thread that asks for the copies
+#   cp_async_bulk_tensor_3d(…, bars, 0)
+#   mbarrier_wait(bars, 0, 0)                     everyone who reads what they bring
+#
+# A wait for parity 1 of a new mbarrier returns at once: the phase "before the first"
+# counts as complete.
+
+
+@intrinsic
+def mbarrier_init(typingctx, barriers, index, count):
+    """``mbarrier.init``: ``barriers[index]`` waits for `count` arrivals a phase.
+
+    One thread does it; `fence_mbarrier_init` and a barrier of the block must follow
+    before anyone uses it. barriers : a shared array of uint64.
+    """
+    _check_index(barriers, index)
+    _check_integer("count", count)
+
+    def codegen(context, builder, signature, args):
+        kinds = signature.args
+        at = _address(context, builder, kinds[:2], args[:2], _SHARED)
+        count = context.cast(builder, args[2], kinds[2], types.uint32)
+        text = "mbarrier.init.shared::cta.b64 [$0], $1;"
+        _assembly(builder, ir.VoidType(), text, "r,r", [at, count], memory=True)
+        return context.get_dummy_value()
+
+    return types.void(barriers, index, count), codegen
+
+
+@intrinsic
+def fence_mbarrier_init(typingctx):
+    """``fence.mbarrier_init``: the copy engine sees the mbarriers that were made."""
+    text = "fence.mbarrier_init.release.cluster;"
+    return types.void(), _instruction(text, warp=False)
+
+
+@intrinsic
+def mbarrier_arrive(typingctx, barriers, index):
+    """``mbarrier.arrive``: one arrival at ``barriers[index]``.
+
+    What this thread read and wrote before is done for whoever waits for the phase.
+    """
+    _check_index(barriers, index)
+
+    def codegen(context, builder, signature, args):
+        at = _address(context, builder, signature.args, args, _SHARED)
+        text = "mbarrier.arrive.shared::cta.b64 _, [$0];"
+        _assembly(builder, ir.VoidType(), text, "r", [at], memory=True)
+        return context.get_dummy_value()
+
+    return types.void(barriers, index), codegen
+
+
+@intrinsic
+def mbarrier_arrive_expect_tx(typingctx, barriers, index, n_bytes):
+    """``mbarrier.arrive.expect_tx``: one arrival, and `n_bytes` bytes are to come.
+
+    The phase is complete only once copies have brought these bytes too.
+    """
+    _check_index(barriers, index)
+    _check_integer("n_bytes", n_bytes)
+
+    def codegen(context, builder, signature, args):
+        kinds = signature.args
+        at = _address(context, builder, kinds[:2], args[:2], _SHARED)
+        size = context.cast(builder, args[2], kinds[2], types.uint32)
+        text = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;"
+        _assembly(builder, ir.VoidType(), text, "r,r", [at, size], memory=True)
+        return context.get_dummy_value()
+
+    return types.void(barriers, index, n_bytes), codegen
+
+
+@intrinsic
+def mbarrier_wait(typingctx, barriers, index, parity):
+    """``mbarrier.try_wait.parity`` until it says yes: the phase of `parity` is over.
+
+    What arrived in that phase (copies, and what others did before they arrived) is
+    then there for this thread. The one instruction here that is a loop: a try gives up
+    after a time that the hardware chooses.
+    """
+    _check_index(barriers, index)
+    _check_integer("parity", parity)
+
+    def codegen(context, builder, signature, args):
+        kinds = signature.args
+        at = _address(context, builder, kinds[:2], args[:2], _SHARED)
+        parity = context.cast(builder, args[2], kinds[2], types.uint32)
+        text = (
+            "{\n.reg .pred done;\nagain:\n"
+            "mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;\n"
+            "@!done bra again;\n}"
+        )
+        _assembly(builder, ir.VoidType(), text, "r,r", [at, parity], memory=True)
+        return context.get_dummy_value()
+
+    return types.void(barriers, index, parity), codegen
+
+
+# -- named barriers, registers of a warpgroup, order of memory (sm_90) ----------------
+
+
+@intrinsic
+def bar_sync(typingctx, barrier, n_threads):
+    """``bar.sync``: wait at a named barrier until `n_threads` threads have come.
+
+    barrier : 0 … 15, a constant; 0 is that of `cuda.syncthreads`
+    n_threads : a constant, a multiple of 32; those of `bar_arrive` count too
+
+    Orders memory among the threads that wait, and what arriving threads did before.
+    Whole warps come together.
+    """
+    _check_integer("barrier", barrier)
+    _check_integer("n_threads", n_threads)
+    return types.void(barrier, n_threads), _instruction("bar.sync $0, $1;", "nn")
+
+
+@intrinsic
+def bar_arrive(typingctx, barrier, n_threads):
+    """``bar.arrive``: count as one who came to a named barrier, without waiting.
+
+    barrier, n_threads : as for `bar_sync`
+    """
+    _check_integer("barrier", barrier)
+    _check_integer("n_threads", n_threads)
+    return types.void(barrier, n_threads), _instruction("bar.arrive $0, $1;", "nn")
+
+
+@intrinsic
+def bar_red_or(typingctx, barrier, n_threads, predicate):
+    """``bar.red.or``: `bar_sync`, and whether any of the threads brought a nonzero.
+
+    predicate : an integer; returns uint32 1 or 0, the same for all
+    """
+    for name, kind in (("barrier", barrier), ("n_threads", n_threads)):
+        _check_integer(name, kind)
+    _check_integer("predicate", predicate)
+
+    def codegen(context, builder, signature, args):
+        given = [
+            context.cast(builder, value, kind, types.uint32)
+            for value, kind in zip(args, signature.args, strict=True)
+        ]
+        text = (
+            "{\n.reg .pred mine, any;\nsetp.ne.u32 mine, $3, 0;\n"
+            "bar.red.or.pred any, $1, $2, mine;\nselp.u32 $0, 1, 0, any;\n}"
+        )
+        return _assembly(builder, _I32, text, "=r,n,n,r", given, memory=True, warp=True)
+
+    return types.uint32(barrier, n_threads, predicate), codegen
+
+
+@intrinsic
+def setmaxnreg_inc(typingctx, n):
+    """``setmaxnreg.inc``: this warpgroup has `n` registers a thread from here on.
+
+    Waits until others have given enough back. n : a constant, a multiple of 8 from 24
+    to 256. All 128 threads of the warpgroup come.
+    """
+    _check_integer("n", n)
+    text = "setmaxnreg.inc.sync.aligned.u32 $0;"
+    return types.void(n), _instruction(text, "n")
+
+
+@intrinsic
+def setmaxnreg_dec(typingctx, n):
+    """``setmaxnreg.dec``: this warpgroup gives all but `n` registers a thread back."""
+    _check_integer("n", n)
+    text = "setmaxnreg.dec.sync.aligned.u32 $0;"
+    return types.void(n), _instruction(text, "n")
+
+
+@intrinsic
+def fence_proxy_async(typingctx):
+    """``fence.proxy.async.shared::cta``: plain stores before, tensor cores after.
+
+    `wgmma` and bulk copies reach shared memory by another way ("proxy") than loads and
+    stores do. Each thread that stored needs this fence, then a barrier, before a
+    `wgmma` or copy of anyone uses the place.
+    """
+    text = "fence.proxy.async.shared::cta;"
+    return types.void(), _instruction(text, warp=False)
+
+
+# -- copies by tensor map (sm_90) -----------------------------------------------------
+#
+# A tensor map is 128 bytes that the host makes (`cuTensorMapEncodeTiled`): where a
+# tensor lies, its shape and strides, the box that one copy takes, and the swizzle. With
+# the 128-byte swizzle a box's row is 64 elements of 16 bits, and 16-byte chunk c of row
+# r lands at chunk ``c ^ (r & 7)`` of that row; the box starts at a multiple of 1024
+# bytes. What lies outside the tensor arrives as zeros.
+
+
+@intrinsic
+def fence_proxy_tensormap(typingctx, maps, index):
+    """``fence.proxy.tensormap``: the map at ``maps[index]`` may be used from here on.
+
+    For a map that the host wrote into global memory; once a thread that copies by it.
+    """
+    _check_index(maps, index)
+
+    def codegen(context, builder, signature, args):
+        at = _address(context, builder, signature.args, args, _GLOBAL)
+        text = "fence.proxy.tensormap::generic.acquire.sys [$0], 128;"
+        _assembly(builder, ir.VoidType(), text, "l", [at], memory=True)
+        return context.get_dummy_value()
+
+    return types.void(maps, index), codegen
+
+
+@intrinsic
+def cp_async_bulk_tensor_3d(
+    typingctx, to, to_index, maps, map_index, x, y, z, barriers, barrier_index
+):
+    """``cp.async.bulk.tensor.3d``: copy a box of a tensor to shared memory, later.
+
+    to, to_index
+        A shared array and the element where the box goes.
+    maps, map_index
+        A global array of uint64 and the first of the 16 of the tensor map.
+    x, y, z
+        The box's first element: of the innermost axis first (column, row, request).
+    barriers, barrier_index
+        The mbarrier that counts the box's bytes when they arrive.
+
+    One thread asks for the whole box.
+    """
+    _check_index(to, to_index)
+    _check_index(maps, map_index)
+    _check_index(barriers, barrier_index)
+    for name, kind in (("x", x), ("y", y), ("z", z)):
+        _check_integer(name, kind)
+    signature = types.void(
+        to, to_index, maps, map_index, x, y, z, barriers, barrier_index
+    )
+
+    def codegen(context, builder, signature, args):
+        kinds = signature.args
+        target = _address(context, builder, kinds[:2], args[:2], _SHARED)
+        tensor = _address(context, builder, kinds[2:4], args[2:4], _GLOBAL)
+        barrier = _address(context, builder, kinds[7:], args[7:], _SHARED)
+        corner = [
+            context.cast(builder, value, kind, types.int32)
+            for value, kind in zip(args[4:7], kinds[4:7], strict=True)
+        ]
+        text = (
+            "cp.async.bulk.tensor.3d.shared::cluster.global.tile"
+            ".mbarrier::complete_tx::bytes [$0], [$1, {$2, $3, $4}], [$5];"
+        )
+        operands = [target, tensor, *corner, barrier]
+        void = ir.VoidType()
+        _assembly(builder, void, text, "r,l,r,r,r,r", operands, memory=True)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+# -- stmatrix and wide stores (sm_90; sm_80) ------------------------------------------
+
+
+@intrinsic
+def stmatrix_x4(typingctx, array, index, r0, r1, r2, r3):
+    """``stmatrix.sync.aligned.m8n8.x4.shared.b16``: `ldmatrix_x4` backwards.
+
+    array, index
+        A shared array and the first of 8 elements: lane l names row ``l % 8`` of matrix
+        ``l // 8``.
+    r0, r1, r2, r3
+        uint32 of matrix 0 … 3: lane (g, t) gives row g, columns 2t and 2t + 1.
+
+    All 32 lanes of the warp must come.
+    """
+    _check_index(array, index)
+    signature = types.void(array, index, *(types.uint32,) * 4)
+
+    def codegen(context, builder, signature, args):
+        row = _address(context, builder, signature.args[:2], args[:2], _SHARED)
+        text = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
+        operands = [row, *args[2:]]
+        void = ir.VoidType()
+        _assembly(builder, void, text, "r,r,r,r,r", operands, memory=True, warp=True)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def st_global_v2_f32(typingctx, array, index, first, second):
+    """``st.global.v2.f32``: two neighbouring float32 by one store.
+
+    array, index : a global array and the first element, at a multiple of 8 bytes
+    """
+    _check_index(array, index)
+    signature = types.void(array, index, types.float32, types.float32)
+
+    def codegen(context, builder, signature, args):
+        at = _address(context, builder, signature.args[:2], args[:2], _GLOBAL)
+        text = "st.global.v2.f32 [$0], {$1, $2};"
+        operands = [at, *args[2:]]
+        _assembly(builder, ir.VoidType(), text, "l,f,f", operands, memory=True)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+# -- wgmma: matrix products by a warpgroup (sm_90a) -----------------------------------
+#
+# The 128 threads of a warpgroup (four warps; the first one's number is a multiple of 4)
+# multiply a matrix of 64 rows. They do not wait for the result:
+#
+#   wgmma_fence(acc)              registers and shared memory are ready
+#   wgmma_m64n64k16_bf16(acc, …)  one or many: they run in this order, later
+#   wgmma_commit_group()          what was issued since the last commit is a group
+#   wgmma_wait_group(0, acc)      all groups but the newest 0 are done
+#
+# Between the second and the last line nobody may touch acc, nor write the operands.
+#
+# acc is a local array of float32. With warp w of the warpgroup, g = lane // 4 and
+# t = lane % 4, thread (w, g, t) holds two neighbours in two rows of every 8 columns::
+#
+#   acc[4j], acc[4j + 1]        row 16w + g,      columns 8j + 2t, 8j + 2t + 1
+#   acc[4j + 2], acc[4j + 3]    row 16w + g + 8,  the same columns
+#
+# so 32 float32 for 64 columns and 128 for 256. Of a 16-column slice of A in registers,
+# the thread holds 4 uint32, each with two bfloat16, the lower column in the lower half:
+# (row 16w + g; + 8; and both rows again) × (columns 2t, 2t + 1, twice; then 8 + 2t …):
+# the very elements of acc, so a product's result serves as the next one's A.
+#
+# Operands in shared memory are made of *pieces*: 64 rows of 128 bytes, swizzled as by a
+# tensor map (chunk c of row r at ``c ^ (r & 7)``), 8192 bytes from a multiple of 1024
+# on. A descriptor says where one begins:
+#
+#   K-major   a piece's rows are the matrix's rows (A) or columns (B), 64 of k in each.
+#             16 of k are 32 bytes: 2 in a descriptor's units.
+#   MN-major  a piece's rows are k, with 64 of B's columns in each; further columns are
+#             in the pieces that follow. 16 of k are 16 rows, 2048 bytes: 128 units.
+
+_DESCRIPTOR_HIGH = 0x40000040  # 128-byte swizzle; groups of 8 rows are 1024 bytes apart
+
+
+@intrinsic
+def wgmma_descriptor(typingctx, array, index):
+    """The descriptor of the pieces from ``array[index]`` on, for `wgmma_…` alone.
+
+    array, index : a shared array and an element at a multiple of 16 bytes
+
+    It is the lower half: address / 16 in bits 0 … 13, and from bit 16 on the distance
+    between pieces / 16 (512), which K-major operands ignore. The upper half is always
+    the same, so this half alone is in a register.
+    """
+    _check_index(array, index)
+
+    def codegen(context, builder, signature, args):
+        at = _address(context, builder, signature.args, args, _SHARED)
+        return builder.or_(builder.lshr(at, _I32(4)), _I32(512 << 16))
+
+    return types.uint32(array, index), codegen
+
+
+def _descriptor(name: str, low: str, offset: str) -> str:
+    """PTX for a 64-bit descriptor from its lower half and an offset in 16 bytes."""
+    return (
+        f".reg .b32 {name}_low;\nadd.u32 {name}_low, {low}, {offset};\n"
+        f".reg .b64 {name};\nmov.b64 {name}, {{{name}_low, {_DESCRIPTOR_HIGH}}};\n"
+    )
+
+
+@intrinsic
+def wgmma_fence(typingctx, acc, count):
+    """``wgmma.fence``: what was done to registers and shared memory comes before.
+
+    acc, count
+        The local array that the next `wgmma_…` adds to, and its length, 32 or 128, as
+        a constant.
+
+    Needed before the first `wgmma_…`, and whenever the thread has touched acc or the
+    registers of A.
+    """
+    return _over_sums("wgmma.fence.sync.aligned;", (acc, count), ())
+
+
+@intrinsic
+def wgmma_commit_group(typingctx):
+    """``wgmma.commit_group``: what was issued since the last commit is a group."""
+    return types.void(), _instruction("wgmma.commit_group.sync.aligned;")
+
+
+@intrinsic
+def wgmma_wait_group(typingctx, n, acc, count):
+    """``wgmma.wait_group n``: all groups but the newest `n` are done.
+
+    n
+        A constant.
+    acc, count
+        The local array that these groups added to, and its length, 32 or 128, as a
+        constant: it may be used from here on.
+    """
+    waiting = f"wgmma.wait_group.sync.aligned {_literal('n', n)};"
+    return _over_sums(waiting, (acc, count), (n,))
+
+
+def _literal(name: str, kind: Any) -> int:
+    if not isinstance(kind, types.IntegerLiteral) or kind.literal_value < 0:
+        raise RequireLiteralValue(f"{name}: expected a constant >= 0, got {kind}")
+    return kind.literal_value
+
+
+def _over_sums(text: str, sums: tuple[Any, Any], before: tuple) -> tuple[Any, Any]:
+    """An instruction that other uses of a local float32 array do not move across."""
+    acc, count = sums
+    _check_registers("acc", acc, types.float32)
+    length = _literal("count", count)
+
+    def codegen(context, builder, signature, args):
+        sums = acc, args[len(before)], length
+        _tied(context, builder, lambda *_: text, sums, [])
+        return context.get_dummy_value()
+
+    return types.void(*before, acc, count), codegen
+
+
+@intrinsic
+def wgmma_m64n64k16_bf16(typingctx, acc, a, a_offset, b, b_offset, accumulate):
+    """``wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16``: acc += a @ b.
+
+    acc : 32 float32; changed
+    a : descriptor of a 64x16 matrix, K-major in shared memory
+    b : descriptor of a 16x64 matrix, K-major in shared memory
+    a_offset, b_offset : constants that are added to the descriptors, in 16 bytes
+    accumulate : an integer; 0 for ``acc = a @ b``
+    """
+    _check_registers("acc", acc, types.float32)
+    signature = types.void(
+        acc, types.uint32, a_offset, types.uint32, b_offset, accumulate
+    )
+
+    def codegen(context, builder, signature, args):
+        operands = _as_uint32(context, builder, signature.args[1:], args[1:])
+
+        def text(d, given):
+            a, a_offset, b, b_offset, accumulate = given
+            return (
+                "{\n"
+                + _descriptor("a", a, a_offset)
+                + _descriptor("b", b, b_offset)
+                + f".reg .pred adds;\nsetp.ne.u32 adds, {accumulate}, 0;\n"
+                "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+                f"{d}, a, b, adds, 1, 1, 0, 0;\n}}"
+            )
+
+        _tied(context, builder, text, (acc, args[0], 32), operands, "r,n,r,n,r")
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def wgmma_m64n256k16_bf16(typingctx, acc, a, a_offset, b, b_offset):
+    """``wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16``: acc += a @ b.
+
+    acc : 128 float32; changed
+    a : descriptor of a 64x16 matrix, K-major in shared memory
+    b : descriptor of a 16x256 matrix, MN-major in shared memory (4 pieces)
+    a_offset, b_offset : constants that are added to the descriptors, in 16 bytes
+    """
+    _check_registers("acc", acc, types.float32)
+    signature = types.void(acc, types.uint32, a_offset, types.uint32, b_offset)
+
+    def codegen(context, builder, signature, args):
+        operands = _as_uint32(context, builder, signature.args[1:], args[1:])
+
+        def text(d, given):
+            a, a_offset, b, b_offset = given
+            return (
+                "{\n"
+                + _descriptor("a", a, a_offset)
+                + _descriptor("b", b, b_offset)
+                + "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+                f"{d}, a, b, 1, 1, 1, 0, 1;\n}}"
+            )
+
+        _tied(context, builder, text, (acc, args[0], 128), operands, "r,n,r,n")
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def wgmma_m64n256k16_bf16_from_registers(typingctx, acc, a, first, b, b_offset):
+    """``wgmma.fence``, and the same `wgmma` with A in registers: acc += a @ b.
+
+    The fence is part of it, because the compiler may move what writes A's registers
+    past one that stands alone.
+
+    acc : 128 float32; changed
+    a, first : a local array of uint32, and the first of the 4 that are a 64x16 matrix
+    b : descriptor of a 16x256 matrix, MN-major in shared memory (4 pieces)
+    b_offset : a constant that is added to the descriptor, in 16 bytes
+    """
+    _check_registers("acc", acc, types.float32)
+    _check_registers("a", a, types.uint32)
+    signature = types.void(acc, a, first, types.uint32, b_offset)
+
+    def codegen(context, builder, signature, args):
+        data = context.make_array(a)(context, builder, args[1]).data
+        start = context.cast(builder, args[2], first, types.int32)
+        operands = [
+            builder.load(builder.gep(data, [builder.add(start, _I32(n))]))
+            for n in range(4)
+        ]
+        operands += _as_uint32(context, builder, signature.args[3:], args[3:])
+
+        def text(d, given):
+            *a, b, b_offset = given
+            return (
+                "{\n" + _descriptor("b", b, b_offset) + "wgmma.fence.sync.aligned;\n"
+                "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+                f"{d}, {{{', '.join(a)}}}, b, 1, 1, 1, 1;\n}}"
+            )
+
+        constraints = "r,r,r,r,r,n"
+        _tied(context, builder, text, (acc, args[0], 128), operands, constraints)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+def _as_uint32(context: Any, builder: Any, kinds: Any, values: Any) -> list[Any]:
+    return [
+        context.cast(builder, value, kind, types.uint32)
+        for value, kind in zip(values, kinds, strict=True)
+    ]
