@@ -47,6 +47,7 @@ examples:
   ddtree demo --json 2>/dev/null            one JSON object, for scripts
   ddtree demo --figure round.png            draw the first round's tree and mask
   ddtree sweep --out data/bench             tokens per round against the tree's size
+  ddtree bench --peers                      time every kernel on this GPU
   ddtree refs                               write the golden cases again
 
 Kernels run on the GPU if there is one, else as NumPy; --executor or DDTREE_EXECUTOR
@@ -111,10 +112,11 @@ def _parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"ddtree_numba {__version__}"
     )
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="{demo,sweep,refs}"
+        dest="command", required=True, metavar="{demo,sweep,bench,refs}"
     )
     _add_demo(commands)
     _add_sweep(commands)
+    _add_bench(commands)
     _add_refs(commands)
     return parser
 
@@ -477,6 +479,79 @@ def _sweep(args: argparse.Namespace) -> int:
         sweep_figure(frame)[0].savefig(unfinished, dpi=150)
     print(f"sweep.csv and sweep.png written to {args.out}", file=sys.stderr)
     return 0
+
+
+# ------------------------------------------------------------------------------ bench
+
+
+def _add_bench(commands: Any) -> None:
+    from ddtree_numba.bench import SHAPES, STAGES
+
+    bench = commands.add_parser(
+        "bench",
+        help="time every kernel on a GPU",
+        description="Check and time every stage and version on this machine's GPU, as "
+        "medians of CUDA-graph replays, at once and after a second of load, beside the "
+        "card's measured ceilings; write bench.csv, roofline.png and ladder.png.",
+    )
+    bench.add_argument(
+        "--stages",
+        nargs="+",
+        choices=STAGES,
+        default=STAGES,
+        metavar="STAGE",
+        help=f"what to measure, of {', '.join(STAGES)} (default: all)",
+    )
+    bench.add_argument(
+        "--shapes",
+        choices=SHAPES,
+        default="full",
+        help="full: minutes; quick: one of a kind; tiny: only to run (default full)",
+    )
+    bench.add_argument(
+        "--peers",
+        action="store_true",
+        help="measure torch, FlashInfer and SGLang beside, where they are installed",
+    )
+    bench.add_argument(
+        "--out",
+        type=Path,
+        default=Path("data/bench"),
+        metavar="DIR",
+        help="folder for the results (default %(default)s)",
+    )
+    bench.set_defaults(run=_bench)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from ddtree_numba import bench
+    from ddtree_numba.viz.roofline import ladder_figure, roofline_figure
+
+    with _input_errors():
+        bench.require_gpu()
+        _make_folder(args.out)
+    print(backend.banner("gpu"), file=sys.stderr)
+    try:
+        frame = bench.bench(
+            args.out,
+            stages=args.stages,
+            shapes=args.shapes,
+            with_peers=args.peers,
+            progress=sys.stderr.isatty(),
+        )
+    except KeyboardInterrupt:
+        print(f"stopped; rows so far: {args.out / bench.UNFINISHED}", file=sys.stderr)
+        raise
+    print(bench.table(frame))
+    written = ["bench.csv"]
+    if ((frame["stage"] == "verify_attn") & (frame["status"] == "ok")).any():
+        figures = {"roofline.png": roofline_figure, "ladder.png": ladder_figure}
+        for name, draw in figures.items():
+            with _whole_file(args.out / name) as unfinished:
+                draw(frame)[0].savefig(unfinished, dpi=150)
+        written += figures
+    print(f"{', '.join(written)} written to {args.out}", file=sys.stderr)
+    return int((frame["status"] == "wrong").any())
 
 
 # ------------------------------------------------------------------------------- refs

@@ -241,6 +241,11 @@ class Round:
         with cuda.defer_cleanup():  # freeing memory is no part of a graph
             self._replay = _capture(self.run, self._at, self._workspace)
 
+    @property
+    def captured(self) -> bool:
+        """Whether there is a graph to replay."""
+        return self._replay is not None
+
     def replay(self) -> RoundResult:
         """One round by replaying the captured graph; returns before it is done."""
         if self._replay is None:
@@ -363,7 +368,7 @@ def _capture(
     before, workspace.stream = workspace.stream, int(stream)
     try:
         with _library_works_on(at.library, int(stream)):
-            executable = _capture_stream(work, int(stream))
+            executable = capture_stream(work, int(stream))
     finally:
         workspace.stream = before
 
@@ -387,8 +392,8 @@ def _library_works_on(library: str, handle: int) -> AbstractContextManager:
     return cupy.cuda.ExternalStream(handle)
 
 
-def _capture_stream(work: Callable[[], Any], handle: int) -> Any:
-    """Capture what `work` queues on a stream as an executable graph."""
+def capture_stream(work: Callable[[], Any], handle: int) -> Any:
+    """Capture what `work` queues on a stream as an executable graph of the driver."""
     from cuda.bindings import driver
 
     mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL

@@ -1,0 +1,378 @@
+"""The benchmark refuses what is wrong or no GPU, counts right, and loses no row."""
+
+import dataclasses
+from functools import partial
+
+import numpy as np
+import pytest
+
+from ddtree_numba import backend, bench, cli, reference, vectorised
+from ddtree_numba.bench import cases, peers, problems, timing
+from ddtree_numba.bench.problems import WrongResult
+from ddtree_numba.bench.rows import COLUMNS, Ceilings, Row, RowFile, Work
+from ddtree_numba.kernels import verify_attn
+from ddtree_numba.viz.roofline import ladder_figure, roofline_figure
+
+PLAN = list(cases.cases(bench.STAGES, "full", True))
+
+
+class FakeClock:
+    """A clock that replays move on, by scripted microseconds each."""
+
+    def __init__(self, *microseconds):
+        self.now, self.replays = 0.0, 0
+        self._microseconds = microseconds
+
+    def replay(self):
+        at = min(self.replays, len(self._microseconds) - 1)
+        self.now += self._microseconds[at]
+        self.replays += 1
+
+    def mark(self):
+        return self.now
+
+    def between(self, start, end):
+        return end - start
+
+
+def case(prepare=None, **changes):
+    told = {"stage": "verify_attn", "version": "mma", "shape": "(1,1,1,1)"}
+    return cases.Case(**{**told, "work": Work(1e6, 1e3), "prepare": prepare, **changes})
+
+
+# ----------------------------------------------------------------------------- refusal
+
+
+@pytest.mark.parametrize("executor", ["numpy", "emulator"])
+def test_only_a_gpu_is_timed(tmp_path, executor, monkeypatch):
+    with pytest.raises(RuntimeError, match=f"only the executor 'gpu'.*'{executor}'"):
+        bench.bench(tmp_path, executor=executor)
+    monkeypatch.setenv("DDTREE_EXECUTOR", executor)
+    with pytest.raises(RuntimeError, match="not how fast"):
+        bench.bench(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_gpu_the_command_says_so_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(backend, "gpu_problem", lambda: "there is none")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench", "--out", str(tmp_path)])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("how", [{"stages": ["mma"]}, {"shapes": "all"}])
+def test_unknown_stages_and_shapes_are_named(tmp_path, monkeypatch, how):
+    monkeypatch.setattr(backend, "gpu_problem", lambda: None)
+    with pytest.raises(ValueError, match="'mma'|'all'"):
+        bench.bench(tmp_path, **how)
+
+
+# ------------------------------------------------------------------------------ timing
+
+
+def test_samples_leave_out_the_replay_that_goes_ahead():
+    clock = FakeClock(1000, 3, 5, 4)
+    assert timing.sample(clock.replay, clock, 3) == [3, 5, 4]
+
+
+def test_a_burst_is_sampled_after_a_few_replays(monkeypatch):
+    monkeypatch.setattr(timing, "REST_SECONDS", 0)
+    clock = FakeClock(900, 500, 400, 300, 200, 150, 7)
+    # Four of them and one ahead, then one ahead of the samples.
+    assert timing.burst(clock.replay, clock, 4) == [7] * 4
+
+
+def test_sustained_samples_come_after_the_load():
+    clock = FakeClock(*[100] * 50, 150)
+    samples = timing.sustained(clock.replay, clock, 10, seconds=0.005)
+    assert samples == [150] * 10
+    assert clock.now - sum(samples) >= 5000
+
+
+def test_the_median_and_its_spread():
+    found = timing.summarise([*range(1, 11), 1000])
+    assert found == (6, 2, 10, 11)
+
+
+@pytest.mark.parametrize("us, rounds", [(0.5, 64), (10, 40), (399, 2), (1e5, 1)])
+def test_short_work_is_recorded_several_times(us, rounds):
+    assert timing.rounds_for(us) == rounds
+
+
+# -------------------------------------------------------------------------------- rows
+
+
+def test_a_rate_is_compared_with_the_nearer_ceiling():
+    ceilings = Ceilings()
+    copy = Row("ceiling", "copy", "", us=1000)
+    ceilings.apply(copy, Work(nbytes=4e9))
+    assert (copy.gbs, copy.ceiling, copy.percent) == (4000, "copy", 100)
+    product = Row("ceiling", "matmul", "", us=1000)
+    ceilings.apply(product, Work(flop=8e11))
+    assert (product.tflops, product.ceiling) == (800, "matmul")
+    row = Row("verify_attn", "mma", "", us=10)
+    ceilings.apply(row, Work(flop=4e9, nbytes=1e7))  # 5 µs and 2.5 µs at the ceilings
+    assert (row.tflops, row.gbs) == (400, 1000)
+    assert (row.ceiling, row.floor_us, row.percent) == ("matmul", 5, 50)
+    loaded = Row("verify_attn", "mma", "", "sustained", us=10)
+    ceilings.apply(loaded, Work(flop=4e9))
+    assert np.isnan(loaded.percent), "a regime whose ceiling is not known"
+
+
+def test_rows_are_in_the_file_at_once_and_come_back(tmp_path):
+    path = tmp_path / "rows.csv"
+    file = RowFile(path)
+    told = {"stage": "topk", "version": "split", "shape": "(1,9) bf16"}
+    known = {**told, "commit": "0012345"}
+    file.write(Row(**known, us=12.5, us_low=12, us_high=13))
+    file.write(Row(**known, status="skipped", note="a, b"))
+    frame = bench.load(path)
+    file.close()
+    assert tuple(frame.columns) == COLUMNS
+    assert frame["us"].tolist()[0] == 12.5 and np.isnan(frame["us"][1])
+    assert frame["note"].tolist() == ["", "a, b"]
+    assert frame["commit"].tolist() == ["0012345"] * 2
+    assert "nan" not in path.read_text()
+    text = bench.table(frame)
+    assert "12.5" in text and "skipped: a, b" in text and "nan" not in text
+
+
+def test_an_interrupted_run_keeps_its_rows(tmp_path, monkeypatch):
+    def interrupted(todo, progress):
+        yield Row(todo[0].stage, todo[0].version, todo[0].shape, us=1.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(backend, "gpu_problem", lambda: None)
+    monkeypatch.setattr(bench, "measured", interrupted)
+    (tmp_path / bench.FINISHED).write_text("an earlier run")
+    with pytest.raises(KeyboardInterrupt):
+        bench.bench(tmp_path)
+    assert bench.load(tmp_path / bench.UNFINISHED)["us"].tolist() == [1.0]
+    assert (tmp_path / bench.FINISHED).read_text() == "an earlier run"
+
+
+def test_a_finished_run_replaces_the_earlier_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(backend, "gpu_problem", lambda: None)
+    monkeypatch.setattr(bench, "measured", lambda todo, _: [Row("a", "b", "c", us=2.0)])
+    (tmp_path / bench.FINISHED).write_text("an earlier run")
+    frame = bench.bench(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [bench.FINISHED]
+    assert bench.load(tmp_path / bench.FINISHED)["us"].tolist() == [2.0]
+    assert frame["us"].tolist() == [2.0]
+
+
+@pytest.mark.parametrize(
+    "error, status",
+    [
+        (WrongResult("max absolute error 1"), "wrong"),
+        (ImportError("no module named flashinfer"), "skipped"),
+        (RuntimeError("this GPU does not give a block 200000 bytes"), "skipped"),
+    ],
+)
+def test_what_is_wrong_or_missing_is_not_timed(error, status):
+    def prepare(recorder):
+        raise error
+
+    recorder = None  # whoever timed something would need one
+    (row,) = bench.rows_of(case(prepare), recorder, Ceilings())
+    assert row.status == status
+    assert str(error) in row.note
+    assert np.isnan(row.us) and row.samples == 0
+
+
+# --------------------------------------------------------------------------- the plan
+
+
+def test_every_version_and_every_shape_is_in_the_plan():
+    attention = {c.version for c in PLAN if c.stage == "verify_attn"}
+    assert attention > set(verify_attn.VERSIONS) - {"auto"}
+    assert attention > {peer.name for peer in peers.ATTENTION}
+    shapes = {c.shape for c in PLAN if c.stage == "verify_attn"}
+    assert len(shapes) == 8 and "(8,33,64,8192) bf16" in shapes
+    trees = {c.shape for c in PLAN if c.stage == "logits_to_tree"}
+    assert {f"(1,15,163840) bf16, M={m}" for m in (32, 64, 256, 1024)} < trees
+    assert {"(8,15,163840) bf16, M=64", "(8,15,163840) f32, M=64"} < trees
+    names = [(c.stage, c.version, c.shape, c.memory) for c in PLAN]
+    assert len(set(names)) == len(names)
+
+
+def test_ceilings_come_first_because_rows_are_compared_with_them():
+    assert [c.stage for c in PLAN[:2]] == ["ceiling"] * 2
+
+
+def test_attention_that_memory_bounds_is_timed_cold_too():
+    cold = {c.shape for c in PLAN if c.stage == "verify_attn" and c.memory == "cold"}
+    assert cold == {"(1,1,64,32768) bf16"}
+
+
+# ------------------------------------------------------------------------------ checks
+
+
+@pytest.fixture(scope="module")
+def attention():
+    """A small problem and its right answer."""
+    problem = problems.attention_problem((2, 7, 4, 50))
+    lens = np.full(2, problem.prefix_len, np.int32)
+    out, lse = vectorised.verify_attn(
+        *(problem.q, problem.kv_cache, lens, problem.visibility),
+        sm_scale=problem.sm_scale,
+        d_latent=problem.d_latent,
+    )
+    return problem, out, lse
+
+
+def test_right_attention_passes(attention):
+    problem, out, lse = attention
+    assert problem.check(out, lse) < 1e-6
+    assert np.isnan(backend.to_float32(problem.kv_cache[0, -1, 0])), "poisoned padding"
+
+
+FAULTS = ["a mask bit", "a column", "not written", "one element", "a scale", "lse"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_wrong_attention_is_found(attention, fault):
+    problem, out, lse = attention[0], attention[1].copy(), attention[2].copy()
+    if fault == "a mask bit":
+        chain = dataclasses.replace(problem, visibility=problem.with_chain().visibility)
+        assert not np.array_equal(chain.visibility, problem.visibility)
+        problem = chain
+    elif fault == "a column":
+        out[..., 511] = out[..., 510]
+    elif fault == "not written":
+        out[1, 6, 3, 0] = np.nan  # in whatever row: none need be sampled
+    elif fault == "one element":
+        row = problem._expected[0][0]
+        out.reshape(2, 28, -1)[0, row, 7] += 0.1
+    elif fault == "a scale":
+        out *= 1.01
+    else:
+        lse += 0.01
+    with pytest.raises(WrongResult):
+        problem.check(out, lse)
+
+
+def test_sampled_rows_touch_every_tile():
+    problem = problems.attention_problem((1, 9, 16, 8))
+    rows = problem._expected[0]
+    assert set(rows // problems.EVERY) == set(range(9 * 16 // problems.EVERY))
+
+
+def test_wrong_candidates_and_trees_are_found():
+    found = problems.candidates(1, "bf16", 5)
+    assert problems.check_candidates(1, "bf16", *found) == 0
+    ids = found[1].copy()
+    ids[0, 3, [1, 2]] = ids[0, 3, [2, 1]]
+    with pytest.raises(WrongResult, match="2 of 75"):
+        problems.check_candidates(1, "bf16", found[0], ids)
+    with pytest.raises(WrongResult, match="log_probs"):
+        problems.check_candidates(1, "bf16", found[0] + 1e-4, found[1])
+    tree = reference.tree_build(*found, 6)
+    problems.check_tree(tree, *found, 6)
+    tree.visibility[0, 4] ^= 1
+    with pytest.raises(WrongResult, match="visibility"):
+        problems.check_tree(tree, *found, 6)
+
+
+def test_the_target_accepts_a_path_whose_rows_move():
+    problem = problems.AcceptProblem(1, 32, 1, 10)
+    rows = problem.accepted.rows[0, : problem.accepted.accept_len[0]]
+    assert len(rows) > 3 and (rows != np.arange(len(rows))).any()
+    assert not np.array_equal(problem.compacted(), problem.cache)
+
+
+# ------------------------------------------------------------------------------- peers
+
+
+@pytest.mark.parametrize("digits", [None, 1, 0], ids=["distinct", "ties", "many-ties"])
+@pytest.mark.parametrize("m", [0, 1, 7, 64, 200])
+def test_the_heap_builds_the_references_tree(m, digits):
+    rng = np.random.default_rng(m)
+    scores = -np.sort(rng.exponential(2, (1, 5, 16)), axis=-1)
+    scores = (scores if digits is None else np.round(scores, digits)).astype(np.float32)
+    scores[0, 2, 9:] = -np.inf
+    scores[0, 4] = -np.inf
+    tokens = rng.integers(99, size=scores.shape).astype(np.int32)
+    want = reference.tree_build(scores, tokens, m)
+    got = peers.heap_tree(scores[0], tokens[0], m)
+    assert got.parents == want.parents[0].tolist()
+    assert got.token_ids == want.token_ids[0].tolist()
+    assert got.depths == want.depths[0].tolist()
+    assert np.float32(got.log_probs).tolist() == want.log_probs[0].tolist()
+    bits = np.unpackbits(want.visibility[0].view(np.uint8), axis=1, bitorder="little")
+    assert np.array_equal(got.visibility, bits[:, : m + 1])
+
+
+def test_a_peer_that_cannot_be_imported_is_skipped_with_its_reason(monkeypatch):
+    def missing():
+        raise ModuleNotFoundError("No module named 'flashinfer'")
+
+    peer = peers.ATTENTION[-1]._replace(version=missing)
+    prepare = partial(cases._peer_attention, (1, 5, 8, 96), peer, "warm")
+    (row,) = bench.rows_of(case(prepare), None, Ceilings())
+    assert (row.status, "flashinfer" in row.note) == ("skipped", True)
+
+
+# ------------------------------------------------------------------------------ figures
+
+
+@pytest.fixture(scope="module")
+def frame(tmp_path_factory):
+    """Rows as a run writes them, at rates that are made up."""
+    path, ceilings = tmp_path_factory.mktemp("bench") / "rows.csv", Ceilings()
+    file = RowFile(path)
+    rates = {"mma": 300e6, "wgmma": 700e6, "torch + heapq": 5e3, "copy": 4e6}
+    for number, planned in enumerate(PLAN):
+        regimes = ("burst", "sustained") if planned.loaded else ("burst",)
+        for regime in regimes:
+            work = planned.work
+            us = (work.flop or work.nbytes) / rates.get(planned.version, 100e6) + number
+            us *= 1.1 if regime == "sustained" else 1
+            row = Row(planned.stage, planned.version, planned.shape, regime)
+            row.memory, row.us, row.us_low, row.us_high = planned.memory, us, us, us
+            ceilings.apply(row, work)
+            file.write(row)
+    file.close()
+    return bench.load(path)
+
+
+def test_the_roofline_names_every_shape_and_both_roofs(frame):
+    figure, alt_text = roofline_figure(frame)
+    assert "TB/s of a copy" in alt_text and "TFLOP/s of a bf16 product" in alt_text
+    written = " ".join(text.get_text() for text in figure.axes[0].texts)
+    for shape in {c.shape for c in PLAN if c.stage == "verify_attn"}:
+        assert shape.removesuffix(" bf16") in alt_text
+        assert shape.removesuffix(" bf16") in written
+    labels = {text.get_text() for text in figure.axes[0].get_legend().get_texts()}
+    assert labels == {c.version for c in PLAN if c.stage == "verify_attn"}
+
+
+def test_the_ladder_draws_attention_and_trees(frame):
+    figure, alt_text = ladder_figure(frame)
+    left, right = figure.axes
+    assert len(left.get_yticklabels()) == 8
+    assert "logits to a tree of 32 nodes" in alt_text and "1024" in alt_text
+    heap = next(line for line in right.lines if line.get_label() == "torch + heapq")
+    assert heap.get_xdata().tolist() == [32, 64, 256, 1024]
+
+
+def test_figures_need_attention_rows(frame):
+    with pytest.raises(ValueError, match="no timed row of verify_attn"):
+        roofline_figure(frame[frame["stage"] != "verify_attn"])
+
+
+# --------------------------------------------------------------------------------- gpu
+
+
+@pytest.mark.gpu
+def test_a_tiny_row_of_every_stage(tmp_path):
+    frame = bench.bench(tmp_path, shapes="tiny")
+    own = frame[~((frame["stage"] == "ceiling") & (frame["status"] == "skipped"))]
+    why = own[["stage", "version", "status", "note"]].to_string()
+    # A version may not run on this card; whatever runs is right, and takes some time.
+    assert not (own["status"] == "wrong").any(), why
+    timed = own[own["status"] == "ok"]
+    assert set(timed["stage"]) >= {*bench.STAGES[:3], "topk", "tree_build"}, why
+    assert (timed["us"] > 0).all() and (timed["us_low"] <= timed["us_high"]).all()
+    assert (timed["card"] != "").all()
