@@ -56,10 +56,15 @@ class NamedBarrier:
         self.expected = 0  # lanes, as long as some have come
         self.came = 0
         self.generation = 0
+        self.brought = False
+        self.result = False  # of the last generation that is over
         self.told: _Told | None = None
 
-    def arrive(self, hub: Hub, n_lanes: int) -> int:
-        """One lane more; returns the generation that it belongs to."""
+    def arrive(self, hub: Hub, n_lanes: int, brings: bool = False) -> int:
+        """One lane more; returns the generation that it belongs to.
+
+        Whether any lane `brings` something is the generation's `result`.
+        """
         self.told = self.told or _Told(hub.nothing_known)
         if self.came and n_lanes != self.expected:
             raise BarrierUseError(
@@ -69,9 +74,11 @@ class NamedBarrier:
         generation = self.generation
         self.expected = n_lanes
         self.came += 1
+        self.brought |= brings
         _arrived(hub, self.told)
         if self.came == n_lanes:
             self.told.complete()
+            self.result, self.brought = self.brought, False
             self.came = 0
             self.generation += 1
         return generation

@@ -12,11 +12,11 @@ import ctypes
 import itertools
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from .arrays import IN_FLIGHT, WRITE, Cells
+from .arrays import IN_FLIGHT, WRITE
 from .barriers import Mbarrier
 from .clocks import Clock, join
 from .errors import InFlightError, LaunchError
@@ -46,7 +46,7 @@ def tensor_map(
     Parameters
     ----------
     tensor : numpy.ndarray
-        1 to 5 axes, the last contiguous; it must stay alive as long as the map is used.
+        1 to 4 axes, the last contiguous; it must stay alive as long as the map is used.
     box : tuple of int
         Elements of a box, in the order of the tensor's axes, each at most 256.
     swizzle : {0, 128}
@@ -62,8 +62,8 @@ def tensor_map(
     ValueError
         A tensor or a box that TMA cannot take.
     """
-    if not 1 <= tensor.ndim <= 5 or len(box) != tensor.ndim:
-        raise ValueError(f"box: expected {tensor.ndim} (1 to 5) sizes, got {box}")
+    if not 1 <= tensor.ndim <= 4 or len(box) != tensor.ndim:
+        raise ValueError(f"box: expected {tensor.ndim} (1 to 4) sizes, got {box}")
     if not all(1 <= size <= 256 for size in box):
         raise ValueError(f"box: expected sizes from 1 to 256, got {box}")
     if swizzle not in (0, SWIZZLE):
@@ -84,14 +84,10 @@ def tensor_map(
         owner = owner.base
     number = next(_numbers)
     _OWNERS[number] = owner
-    words = [
-        _MAGIC,
-        number,
-        address,
-        tensor.ndim << 16 | tensor.itemsize << 8 | swizzle,
-    ]
-    words += [axis for axes in zip(tensor.shape, box, strict=True) for axis in axes]
-    return np.array(words + list(tensor.strides), np.uint64).copy()
+    kind = tensor.ndim << 16 | tensor.itemsize << 8 | swizzle
+    axes = zip(tensor.shape, box, tensor.strides, strict=True)
+    given = [_MAGIC, number, address, kind, *(part for axis in axes for part in axis)]
+    return np.array(given + [0] * (_WORDS - len(given)), np.uint64)
 
 
 @dataclass(frozen=True)
@@ -116,20 +112,17 @@ class TensorMap:
         return int(np.prod(self.box)) * self.tensor.itemsize
 
     @classmethod
-    def read(cls, instruction: str, given: Any) -> TensorMap:
-        """The map in an argument of the kernel."""
-        words = given.data.tolist() if isinstance(given, Cells) else []
-        if len(words) < 4 or words[0] != _MAGIC:
+    def read(cls, instruction: str, words: np.ndarray) -> TensorMap:
+        """What uint64 [16] say."""
+        magic, number, address, kind, *rest = words.tolist()
+        if magic != _MAGIC:
             raise LaunchError(
-                f"{instruction}: expected a map from emulator.tensor_map, got {given!r}"
+                f"{instruction}: expected a map from emulator.hopper.tensor_map"
             )
-        _, number, address, kind, *rest = words
-        owner = _OWNERS.get(number)
-        if owner is None:
-            raise LaunchError(f"{instruction}: the tensor of {given!r} is gone")
+        if number not in _OWNERS:
+            raise LaunchError(f"{instruction}: the tensor of its map is gone")
         ndim, itemsize, swizzle = kind >> 16, kind >> 8 & 0xFF, kind & 0xFF
-        shape, box = rest[: 2 * ndim : 2], rest[1 : 2 * ndim : 2]
-        strides = rest[2 * ndim : 3 * ndim]
+        shape, box, strides = (rest[n : 3 * ndim : 3] for n in range(3))
         nbytes = itemsize + sum(
             (size - 1) * step for size, step in zip(shape, strides, strict=True)
         )

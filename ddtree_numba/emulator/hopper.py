@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from .arrays import ATOMIC, WRITE
 from .barriers import Mbarrier, NamedBarrier, Threshold
 from .bulk import Box, Bulk, TensorMap, tensor_map
@@ -28,6 +30,7 @@ from .wgmma import Product, Warpgroup
 __all__ = [
     "Units",
     "barrier_arrive",
+    "barrier_or",
     "barrier_sync",
     "bulk_load",
     "commit_products",
@@ -91,11 +94,21 @@ def _units(hub: Hub) -> Units:
 
 def barrier_sync(lane: Executing, number: int, n_lanes: int) -> None:
     """``bar.sync``: wait until `n_lanes` have come to barrier `number`."""
+    _meet(lane, "bar.sync", number, n_lanes, False)
+
+
+def barrier_or(lane: Executing, number: int, n_lanes: int, predicate: Any) -> int:
+    """``bar.red.or``: the same; 1 if any lane that waits brought a predicate, or 0."""
+    return int(_meet(lane, "bar.red.or", number, n_lanes, bool(predicate)))
+
+
+def _meet(lane: Executing, name: str, number: int, n_lanes: int, brings: bool) -> bool:
     hub = lane.hub
-    barrier = _named(lane, "bar.sync", number, n_lanes)
-    generation = barrier.arrive(hub, n_lanes)
-    hub.wait_until("bar.sync", barrier.after(generation), lane.frame)
+    barrier = _named(lane, name, number, n_lanes)
+    generation = barrier.arrive(hub, n_lanes, brings)
+    hub.wait_until(name, barrier.after(generation), lane.frame)
     barrier.leave(hub)
+    return barrier.result
 
 
 def barrier_arrive(lane: Executing, number: int, n_lanes: int) -> None:
@@ -200,15 +213,17 @@ def bulk_load(
     lane: Executing,
     to: Any,
     to_index: Any,
-    tensor_map: Any,
+    maps: Any,
+    map_index: Any,
     coordinates: tuple[int, ...],
     barrier: Any,
     barrier_index: Any,
 ) -> None:
     """``cp.async.bulk.tensor``: a box of a tensor, counted by an mbarrier.
 
-    tensor_map
-        What `bulk.tensor_map` gave, as an argument of the kernel.
+    maps, map_index
+        An argument of the kernel that holds what `tensor_map` gave, and the first
+        element of that.
     coordinates
         Of the box's first element, innermost axis first.
     """
@@ -219,7 +234,8 @@ def bulk_load(
             f"{counts.name}: {name} on a barrier that no fence.mbarrier_init (or "
             "fence.proxy.async) has made visible to it"
         )
-    tensor = TensorMap.read(name, tensor_map)
+    words = Span(maps, map_index, 128, name, "global", alignment=8).bytes
+    tensor = TensorMap.read(name, words.view(np.uint64))
     span = Span(to, to_index, tensor.nbytes, name, "shared", 128, across_rows=True)
     box = Box(tensor, coordinates, _address(span))
     _units(lane.hub).bulk.request(name, lane, span, box, counts)

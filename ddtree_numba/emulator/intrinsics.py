@@ -127,6 +127,14 @@ class Executing:
         span = Span(array, index, nbytes, name, space, alignment=nbytes)
         return span.read(self.frame)
 
+    def write(
+        self, name: str, array: Any, index: Any, new: np.ndarray, space: str = "shared"
+    ) -> None:
+        """Write bytes from an element on; the element is aligned to as many."""
+        new = new.view(np.uint8)
+        span = Span(array, index, len(new), name, space, alignment=len(new))
+        span.write(new, self.frame)
+
     # -- copies that arrive later -----------------------------------------------------
 
     def copy_later(
