@@ -134,14 +134,16 @@ def _sglang(problem: AttentionProblem) -> Prepared:
     cache = bf16_tensor(problem.kv_cache)
     before = cache[:, :prefix].reshape(-1, 1, d)
     tail = cache[:, prefix : prefix + n].reshape(-1, 1, d)
-    steps = torch.arange(batch + 1, dtype=torch.int64, device="cuda")
+    # int32 throughout: up to a third faster than int64.
+    steps = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
+    slots = torch.arange(batch * prefix, dtype=torch.int32, device="cuda")
     mask = np.ones((batch, n, prefix + n), np.uint8)
     mask[:, :, prefix:] = problem.sees()
     mask = torch.from_numpy(mask.reshape(-1)).cuda()
     out = torch.empty(batch * n, heads, d_latent, dtype=q.dtype, device="cuda")
     lse = torch.empty(batch * n, heads, device="cuda")
     queries = (q, tail, tail[..., :d_latent], out, before, before[..., :d_latent])
-    spans = (steps * n, steps * prefix, torch.arange(batch * prefix, device="cuda"))
+    spans = (steps * n, steps * prefix, slots)
     # custom_mask, is_causal, mask_indptr, max_len_extend, k_scale, v_scale
     masks = (mask, True, steps * (n * (prefix + n)), n, 1.0, 1.0)
     scale = problem.sm_scale

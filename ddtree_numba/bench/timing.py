@@ -143,11 +143,14 @@ class Recorder:
         """
         if library == "torch":
             return self._record_with_torch(launches)
-        from cuda.bindings import driver
 
         def in_turn() -> None:
             for launch in launches:
                 launch()
+
+        if library == "driver":
+            return in_turn
+        from cuda.bindings import driver
 
         handle = int(self.stream.handle)
         with cuda.defer_cleanup():  # freeing memory is no part of a graph
@@ -192,9 +195,10 @@ def measure(
     ----------
     launches : sequence of callables
         The same work on one set of inputs each.
-    library : {"numba", "torch", "host"}
-        Whose stream they are launched on; "host": the host takes part, so its own
-        clock times them, one by one, and there is no graph.
+    library : {"numba", "torch", "driver", "host"}
+        Whose stream they are launched on. "driver": calls of the CUDA driver that cost
+        the host nothing to speak of, queued without a graph. "host": the host takes
+        part, so its own clock times them, one by one.
     loaded : bool
         Whether to time under load too.
     """
