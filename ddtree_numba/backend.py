@@ -451,6 +451,13 @@ class Place:
             self.launch(fill_kernel, grid, FILL_THREADS, x.dtype.type(value), flat)
         return x
 
+    def write(self, x: Any, values: np.ndarray) -> None:
+        """Overwrite an array that `put` or `empty` made."""
+        if self.executor == "gpu":
+            x.copy_to_device(values)
+        else:
+            x[...] = values
+
     def launch(
         self, kernel: Any, grid: Any, block: Any, *args: Any, dynamic_shared: int = 0
     ) -> None:

@@ -42,7 +42,9 @@ from ddtree_numba.kernels.topk import topk
 from ddtree_numba.kernels.tree_accept import tree_accept
 from ddtree_numba.kernels.tree_build import MAX_DRAFT_NODES, tree_build
 from ddtree_numba.model import Cache, Model
+from ddtree_numba.model.device import DeviceCache, DeviceModel, draw_coins
 from ddtree_numba.model.text import decode, encode
+from ddtree_numba.step import Round
 from ddtree_numba.tree import DraftTree
 
 MODES = ("tree", "chain", "plain")
@@ -69,7 +71,8 @@ class RoundTrace:
         New tokens of each request: accepted drafts, then the bonus, cut at a stop
         token and at the end of the request.
     seconds : dict
-        Wall time by stage: draft, topk, tree_build, verify, choose, accept, compact.
+        Wall time by stage: draft, topk, tree_build, verify, choose, accept, compact; or
+        of the whole "round", where the model runs on the GPU too.
     """
 
     active: np.ndarray
@@ -204,35 +207,53 @@ def generate(
     )
     # Behind a text that is nearly done a round still writes a whole tree.
     capacity = max(map(len, texts)) + max_new_tokens + n
-    cache = model.prefill([text[:-1] for text in texts], capacity)
-    run.prefill_seconds = time.perf_counter() - started
-    loop = _Loop(model, cache, run, temperature, seed, stops)
+    settled = [text[:-1] for text in texts]
     roots = np.array([text[-1] for text in texts], np.int32)
     left = np.full(len(texts), max_new_tokens)
+    loop: _Loop | _DeviceLoop
+    if run.executor == "gpu" and hasattr(model, "on_gpu"):
+        gpu_cache = model.on_gpu.prefill(settled, capacity)
+        loop = _DeviceLoop(model.on_gpu, gpu_cache, run, temperature, seed, roots, left)
+    else:
+        cache = model.prefill(settled, capacity)
+        loop = _Loop(model, cache, run, temperature, seed)
+    run.prefill_seconds = time.perf_counter() - started
     with tqdm(total=left.sum(), unit="token", desc=mode, disable=not progress) as bar:
         while (left > 0).any():
             trace = loop.round(roots, left)
-            run.rounds.append(trace)
-            for b, tokens in enumerate(trace.committed):
+            for b, path in enumerate(trace.committed):
+                trace.committed[b] = tokens = _until_stop(path[: left[b]], stops)
                 run.tokens[b] += tokens
                 stopped = tokens and tokens[-1] in stops
                 left[b] = 0 if stopped else left[b] - len(tokens)
                 bar.update(len(tokens))
+            run.rounds.append(trace)
             roots = trace.accepted.bonus
     run.seconds = time.perf_counter() - started
     return run
 
 
+def _paths(tree: DraftTree, accepted: reference.Accepted) -> list[list[int]]:
+    """Accepted drafts and the bonus of every request."""
+    paths = []
+    for b, rows in enumerate(accepted.rows):
+        drafts = tree.token_ids[b, rows[1 : accepted.accept_len[b]]].tolist()
+        paths.append([*drafts, int(accepted.bonus[b])])
+    return paths
+
+
 @dataclass(frozen=True)
 class _Loop:
-    """What stays the same from round to round, but for the cache's contents."""
+    """Rounds of a model in NumPy, the stages where `run.executor` says.
+
+    It holds what stays the same from round to round, but for the cache's contents.
+    """
 
     model: Model
     cache: Cache
     run: Generation
     temperature: float
     seed: int
-    stop_tokens: frozenset[int]
 
     def round(self, roots: np.ndarray, left: np.ndarray) -> RoundTrace:
         """One round: every stage in order.
@@ -252,18 +273,16 @@ class _Loop:
         with clock("choose"):
             chosen = self._choose(logits, tree, prefix_lens)
         with clock("accept"):
-            accepted = tree_accept(tree, chosen, executor=executor)
+            # No row is deeper than the block.
+            longest = self.model.config.block - 1 if self.run.n_draft_nodes else 0
+            accepted = tree_accept(tree, chosen, max_depth=longest, executor=executor)
         with clock("compact"):
             # Who is finished stays where it is and cannot outgrow the cache.
             kept = np.where(active, accepted.accept_len, 0).astype(np.int32)
             self.model.commit(self.cache, accepted.rows, kept, executor=executor)
-        committed = []
-        for b, rows in enumerate(accepted.rows):
-            drafts = tree.token_ids[b, rows[1 : accepted.accept_len[b]]].tolist()
-            tokens = [*drafts, int(accepted.bonus[b])][: left[b]]
-            committed.append(_until_stop(tokens, self.stop_tokens))
+        paths = _paths(tree, accepted)
         return RoundTrace(
-            active, prefix_lens, tree, chosen, accepted, committed, clock.seconds
+            active, prefix_lens, tree, chosen, accepted, paths, clock.seconds
         )
 
     def _draft_tree(
@@ -297,6 +316,82 @@ class _Loop:
         positions = tree.positions(prefix_lens)
         return reference.sample(
             logits, self.temperature, positions, self.seed, tree.n_rows
+        )
+
+
+class _DeviceLoop:
+    """Rounds of a model on the GPU: the first by plain calls, then one CUDA graph.
+
+    The host reads every round's result back once, and tells the device only who is
+    finished. (In the emulator all rounds are plain calls.)
+    """
+
+    def __init__(
+        self,
+        model: DeviceModel,
+        cache: DeviceCache,
+        run: Generation,
+        temperature: float,
+        seed: int,
+        roots: np.ndarray,
+        left: np.ndarray,
+    ) -> None:
+        put, n = model.at.put, run.n_draft_nodes
+        self.run, self.at = run, model.at
+        self.prefix_lens = np.array([len(text) - 1 for text in run.prompts], np.int32)
+        self.active = left > 0
+        no_logits = model.at.empty((len(roots), 0, 1), np.float32)
+        choose = None
+        if temperature > 0:
+            ahead = int(left.max()) + model.config.block
+            coins = put(draw_coins([len(text) for text in run.prompts], ahead, seed))
+
+            def choose(logits: Any, tree: DraftTree, prefix_lens: Any) -> Any:
+                return model.sample(logits, tree, cache, temperature, coins)
+
+        self.step = Round(
+            lambda prefix_lens, roots: model.draft(cache, roots) if n else no_logits,
+            lambda tree, prefix_lens: model.verify(cache, tree),
+            cache.kv,
+            cache.prefix_lens,
+            put(roots.copy()),
+            put(np.where(self.active, n, 0).astype(np.int32)),
+            max_draft_nodes=n,
+            k=1 if run.mode == "chain" else n,
+            active=put(self.active.astype(np.int32)),
+            choose=choose,
+            settle=lambda rows, kept, prefix_lens: model.settle(cache, rows, kept),
+            read_back=True,
+            executor=model.at.executor,
+        )
+
+    def round(self, roots: np.ndarray, left: np.ndarray) -> RoundTrace:
+        """One round; the arguments are what the last one's trace says."""
+        clock, n, prefix_lens = _Clock(), self.run.n_draft_nodes, self.prefix_lens
+        with clock("round"):
+            if (self.active != (left > 0)).any():
+                self.active = left > 0
+                self.at.write(self.step.active, self.active.astype(np.int32))
+                budgets = np.where(self.active, n, 0).astype(np.int32)
+                self.at.write(self.step.n_draft_nodes, budgets)
+            if not (self.run.rounds and self.at.on_device):
+                self.step.run()
+            else:
+                if not self.step.captured:
+                    self.step.capture()
+                self.step.replay()
+            result = self.step.read()
+        tree, accepted = result.tree, result.accepted
+        kept = np.where(self.active, accepted.accept_len, 0).astype(np.int32)
+        self.prefix_lens = prefix_lens + kept
+        return RoundTrace(
+            self.active,
+            prefix_lens,
+            tree,
+            result.target_tokens,
+            accepted,
+            _paths(tree, accepted),
+            clock.seconds,
         )
 
 

@@ -498,10 +498,15 @@ def sample(
         # The difference first: a low temperature must not overflow to inf - inf.
         with np.errstate(over="ignore"):  # beyond float64 a token's share is 0
             cumulative = np.cumsum(np.exp((row - row.max()) / temperature))
-        key = np.random.Philox(key=seed, counter=[0, 0, b, positions[b, i]])
-        coin = np.random.Generator(key).random() * cumulative[-1]
-        tokens[b, i] = np.searchsorted(cumulative, coin, side="right")
+        at = coin(seed, b, positions[b, i]) * cumulative[-1]
+        tokens[b, i] = np.searchsorted(cumulative, at, side="right")
     return tokens
+
+
+def coin(seed: int, request: int, position: int) -> float:
+    """The random number, 0 … 1, that `sample` uses at a position of a request."""
+    key = np.random.Philox(key=seed, counter=[0, 0, request, position])
+    return np.random.Generator(key).random()
 
 
 # ------------------------------------------------------------------------ tree_accept

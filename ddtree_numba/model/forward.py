@@ -23,7 +23,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -35,6 +35,9 @@ from ddtree_numba.kernels.verify_attn import verify_attn
 from ddtree_numba.model.config import VOCAB, ModelConfig
 from ddtree_numba.model.weights import Weights, load_weights
 from ddtree_numba.tree import DraftTree, n_words
+
+if TYPE_CHECKING:
+    from ddtree_numba.model.device import DeviceModel
 
 Floats = NDArray[np.float64]
 Attend = Callable[..., tuple[Any, Any]]
@@ -106,13 +109,19 @@ class Model:
     config
     target, drafter
         Weights by name, shaped as `ModelConfig.target_shapes` and `drafter_shapes`.
+
+    Attributes
+    ----------
+    target_layers, drafter_layers : list of dict
+        Each layer's own; with ``up_k`` [H, d_nope, d_latent] and ``up_v``
+        [H, d_latent, d_value], the target's ``w_uk`` and ``w_uv`` by head.
     """
 
     def __init__(self, config: ModelConfig, target: Weights, drafter: Weights):
         self.config, self.target, self.drafter = config, target, drafter
-        self._target_layers = _layers(target, config.n_layers)
-        self._drafter_layers = _layers(drafter, config.draft_layers)
-        for w in self._target_layers:
+        self.target_layers = _layers(target, config.n_layers)
+        self.drafter_layers = _layers(drafter, config.draft_layers)
+        for w in self.target_layers:
             heads = (config.d_latent, config.n_heads, -1)
             # By head, and contiguous, without which NumPy multiplies outside BLAS.
             w["up_k"] = w["w_uk"].reshape(heads).transpose(1, 2, 0).copy()
@@ -134,6 +143,13 @@ class Model:
             return weights
 
         return cls(config, draw(config.target_shapes()), draw(config.drafter_shapes()))
+
+    @functools.cached_property
+    def on_gpu(self) -> DeviceModel:
+        """The same network as kernels, its weights on the GPU."""
+        from ddtree_numba.model.device import DeviceModel
+
+        return DeviceModel(self)
 
     # ------------------------------------------------------------------ rounds
 
@@ -173,7 +189,7 @@ class Model:
                 row[: len(part)] = part
             live = np.clip(lengths - start, 0, count).astype(np.int32)
             depths = np.broadcast_to(np.arange(count, dtype=np.int32), tokens.shape)
-            words = np.repeat(_chain_visibility(count)[None], batch, 0)
+            words = np.repeat(chain_visibility(count)[None], batch, 0)
             self._run(cache, tokens, depths, words, live, vectorised.verify_attn)
             self._extend_context(cache, depths, live)
             cache.prefix_lens += live
@@ -208,7 +224,7 @@ class Model:
         x += w["position"] + (last @ w["w_last"])[:, None]
         x = x.reshape(batch * c.block, c.d_model)
         positions = (starts[:, None] + np.arange(c.block)).ravel()
-        for i, layer in enumerate(self._drafter_layers):
+        for i, layer in enumerate(self.drafter_layers):
             h = _rms_norm(x, layer["attn_norm"], c.norm_eps)
             q = self._rope_heads(h @ layer["w_q"], positions, c.draft_heads)
             k = self._rope_heads(h @ layer["w_k"], positions, c.draft_heads)
@@ -311,7 +327,7 @@ class Model:
         x = self.target["embed"][tokens[live]]
         query = np.zeros((*tokens.shape, c.n_heads, c.d_cache), np.float32)
         features = []
-        for i, w in enumerate(self._target_layers):
+        for i, w in enumerate(self.target_layers):
             h = _rms_norm(x, w["attn_norm"], c.norm_eps)
             cache.kv[i, request, places] = self._cache_rows(h, w, positions)
             query[live] = self._queries(h, w, positions)
@@ -368,7 +384,7 @@ class Model:
         hidden = np.triu(np.full((length, length), -np.inf), 1)
         x = self.target["embed"][np.asarray(tokens)]
         features = []
-        for i, w in enumerate(self._target_layers):
+        for i, w in enumerate(self.target_layers):
             h = _rms_norm(x, w["attn_norm"], c.norm_eps)
             rows = self._cache_rows(h, w, positions)
             latent, k_rope = np.split(rows, [c.d_latent], axis=1)
@@ -395,7 +411,7 @@ class Model:
         positions = cache.prefix_lens[request] + place
         context = _rms_norm(features @ w["w_fuse"], w["fuse_norm"], c.norm_eps)
         cache.context[request, positions] = context
-        for i, layer in enumerate(self._drafter_layers):
+        for i, layer in enumerate(self.drafter_layers):
             cache.keys[i, request, positions] = self._rope_heads(
                 context @ layer["w_k"], positions, c.draft_heads
             )
@@ -430,14 +446,19 @@ def _rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
+def rope_turns(positions: NDArray, width: int, base: float) -> Floats:
+    """Cosine and sine of each pair's angle: [..., width/2, 2]."""
+    angles = positions[..., None] * base ** -(np.arange(0, width, 2) / width)
+    return np.stack([np.cos(angles), np.sin(angles)], axis=-1)
+
+
 def _rotate(x: Floats, positions: NDArray, base: float) -> Floats:
     """Rotary embedding of the last axis, pairs (0, 1), (2, 3), ...
 
     ``positions`` has x's leading axes, or 1 in their place.
     """
-    width = x.shape[-1]
-    angles = positions[..., None] * base ** -(np.arange(0, width, 2) / width)
-    cos, sin = np.cos(angles), np.sin(angles)
+    turns = rope_turns(positions, x.shape[-1], base)
+    cos, sin = turns[..., 0], turns[..., 1]
     even, odd = x[..., 0::2], x[..., 1::2]
     turned = np.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
     return turned.reshape(x.shape)
@@ -468,7 +489,7 @@ def _by_head(x: Floats) -> Floats:
     return np.ascontiguousarray(np.swapaxes(x, 0, 1))
 
 
-def _chain_visibility(n: int) -> NDArray[np.uint32]:
+def chain_visibility(n: int) -> NDArray[np.uint32]:
     """Visibility words of a chain of n rows: each sees itself and all before it."""
     bits = np.zeros((n, 32 * n_words(n)), np.uint8)
     bits[:, :n] = np.tri(n, dtype=np.uint8)
