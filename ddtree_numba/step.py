@@ -25,8 +25,8 @@ With NumPy arrays the same calls run in the emulator, or as their NumPy twins.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -364,11 +364,11 @@ def _capture(
             work()
         return graph.replay
 
-    stream = cuda.stream()  # CUDA's default stream cannot be captured
-    before, workspace.stream = workspace.stream, int(stream)
+    before = workspace.stream
     try:
-        with _library_works_on(at.library, int(stream)):
-            executable = capture_stream(work, int(stream))
+        # On a stream of its own: CUDA's default one cannot be captured.
+        with _new_stream(at.library) as workspace.stream:
+            executable = capture_stream(work, workspace.stream)
     finally:
         workspace.stream = before
 
@@ -383,13 +383,17 @@ def _capture(
     return replay
 
 
-def _library_works_on(library: str, handle: int) -> AbstractContextManager:
-    """Make a stream a library's current one; Numba has none."""
-    if library != "cupy":
-        return nullcontext()
-    import cupy
+@contextmanager
+def _new_stream(library: str) -> Iterator[int]:
+    """Handle of a new stream, which is the library's current one meanwhile."""
+    if library == "cupy":
+        import cupy
 
-    return cupy.cuda.ExternalStream(handle)
+        with cupy.cuda.Stream() as stream:
+            yield stream.ptr
+    else:
+        numba_stream = cuda.stream()
+        yield int(numba_stream)
 
 
 def capture_stream(work: Callable[[], Any], handle: int) -> Any:

@@ -33,7 +33,7 @@ def to_numpy(x):
     for how in ("copy_to_host", "cpu", "get"):
         if hasattr(x, how):
             x = getattr(x, how)()
-    return np.array(x)
+    return np.array(x.numpy() if hasattr(x, "numpy") else x)
 
 
 def everything(a_round):
@@ -193,9 +193,9 @@ def big_stages():
     candidates = [cuda.to_device(x) for x in candidates]
     nothing = [cuda.device_array((2, 0, 1), x.dtype) for x in candidates]
     bits = bf16.from_float32(rng.normal(size=(2, 400, 576)).astype(np.float32))
-    q, cache = cuda.to_device(bits[:, : 33 * 8].reshape(2, 33, 8, 576)), bits
+    q = cuda.to_device(bits[:, : 33 * 8].reshape(2, 33, 8, 576).copy())
     chain = DraftTree.from_parents([list(range(-1, 32))] * 2)
-    attended = q, *map(cuda.to_device, (cache, PREFIX[:2], chain.visibility))
+    attended = q, *map(cuda.to_device, (bits, PREFIX[:2], chain.visibility))
     form = {"sm_scale": 0.1, "d_latent": 512}
     stages = {
         "topk-split": lambda: topk(logits, 300),
