@@ -879,7 +879,7 @@ def overlapping_sums_kernel(out):
         (sums_too_early_kernel, "sums[0]: read while"),
         (uncommitted_kernel, "not even committed"),
         (all_groups_but_it_kernel, "sums[1, 0]: read while"),
-        (sums_written_kernel, "sums of lane 0 of the warpgroup: written while"),
+        (sums_written_kernel, "sums: written while"),
         (operand_written_kernel, "tiles[4096]: written while"),
         (overlapping_sums_kernel, "overlap with those of"),
     ],
@@ -929,24 +929,11 @@ def two_places_kernel(out):
         multiply_64(sums, a, a + 512, False)  # <-
 
 
-@cuda.jit
-def one_lane_commits_kernel(out):
-    tiles = cuda.shared.array(8192, uint16, alignment=1024)
-    sums = cuda.local.array(32, float32)
-    a = ones(tiles)
-    fence_products()
-    multiply_64(sums, a, a + 512, False)
-    if cuda.threadIdx.x == 0:
-        commit_products()
-    wait_for_products(0)  # <-
-
-
 @pytest.mark.parametrize(
     ("kernel", "what"),
     [
         (other_descriptor_kernel, "in lane 64"),
-        (two_places_kernel, "lane 96 comes to wgmma.mma_async"),
-        (one_lane_commits_kernel, "comes to wgmma.wait_group, others"),
+        (two_places_kernel, "lane 96 comes to a wgmma.mma_async here"),
     ],
 )
 def test_a_warpgroup_executes_an_instruction_together(kernel, what):
@@ -956,9 +943,12 @@ def test_a_warpgroup_executes_an_instruction_together(kernel, what):
 @cuda.jit
 def a_warp_is_missing_kernel(out):
     tiles = cuda.shared.array(8192, uint16, alignment=1024)
-    ones(tiles)
+    sums = cuda.local.array(32, float32)
+    a = ones(tiles)
     fence_products()
     if cuda.threadIdx.x < 96:
+        multiply_64(sums, a, a + 512, False)
+        commit_products()
         wait_for_products(0)  # <-
 
 
@@ -967,6 +957,32 @@ def test_a_warp_that_its_warpgroup_waits_for():
         emulate(a_warp_is_missing_kernel, 1, 128, None)
     key = "wgmma.wait_group", __file__, marked_line(a_warp_is_missing_kernel)
     assert caught.value.waiting == {key: list(range(96))}
+
+
+@cuda.jit
+def one_warp_waits_kernel(out):
+    # out [128] f32: 64, doubled by the first warp, and 64 more
+    tiles = cuda.shared.array(8192, uint16, alignment=1024)
+    sums = cuda.local.array(32, float32)
+    a = ones(tiles)
+    for n in range(2):
+        fence_products()
+        for k in range(4):
+            multiply_64(sums, a + 2 * k, a + 512 + 2 * k, n + k > 0)
+        commit_products()
+        if n == 0 and cuda.threadIdx.x < 32:
+            wait_for_products(0)
+            for m in range(32):
+                sums[m] *= 2
+    wait_for_products(0)
+    out[cuda.threadIdx.x] = sums[7]
+
+
+@every_order
+def test_a_warp_may_wait_alone_and_change_its_sums(order):
+    out = np.zeros(128, np.float32)
+    emulate(one_warp_waits_kernel, 1, 128, out, order=order)
+    assert out.tolist() == [192] * 32 + [128] * 96
 
 
 def test_a_warpgroup_has_128_lanes():

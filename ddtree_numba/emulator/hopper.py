@@ -6,8 +6,8 @@ at its instruction (`Executing`) first.
 - Named barriers and mbarriers bring a part of a block together (`barriers.py`).
 - A copy in bulk (TMA) is asked for by one lane and arrives by itself (`bulk.py`): here
   as late as is possible, when no lane can go on without it.
-- ``wgmma`` multiplies for 128 lanes, from shared memory, while they go on (`wgmma.py`).
-  The sums are theirs again when they have waited for them.
+- ``wgmma`` multiplies for 128 lanes, from shared memory, while they go on
+  (`warpgroup.py`). The sums are theirs again when they have waited for them.
 - Both look at shared memory by another way than loads and stores do. What was stored is
   there for them after ``fence.proxy.async``, and not before.
 """
@@ -25,7 +25,7 @@ from .errors import BarrierUseError, LaunchError
 from .intrinsics import Executing
 from .lanes import WARPGROUP, Block, Hub
 from .spans import Span
-from .wgmma import Product, Warpgroup
+from .warpgroup import Product, Warpgroup
 
 __all__ = [
     "Units",
@@ -187,9 +187,9 @@ def _mbarrier(lane: Executing, name: str, array: Any, index: Any) -> Mbarrier:
 # -- shared memory, seen by units -----------------------------------------------------
 
 
-def shared_address(lane: Executing, array: Any, index: Any) -> int:
+def shared_address(lane: Executing, array: Any, index: Any, alignment: int = 1) -> int:
     """The 32-bit address of an element of a shared array."""
-    return _address(Span(array, index, 1, "an address", "shared", alignment=1))
+    return _address(Span(array, index, 1, "its address", "shared", alignment))
 
 
 def _address(span: Span) -> int:
@@ -246,7 +246,7 @@ def bulk_load(
 
 def fence_products(lane: Executing) -> None:
     """``wgmma.fence``: registers written so far may be used by products."""
-    _group(lane, "wgmma.fence").fence(lane)
+    _group(lane, "wgmma.fence").fence()
 
 
 def multiply(
@@ -278,7 +278,7 @@ def multiply(
 
 def commit_products(lane: Executing) -> None:
     """``wgmma.commit_group``: the products since the last commit are a group."""
-    _group(lane, "wgmma.commit_group").commit(lane)
+    _group(lane, "wgmma.commit_group").commit()
 
 
 def wait_for_products(lane: Executing, n: int) -> None:

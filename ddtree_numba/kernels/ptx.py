@@ -77,6 +77,7 @@ from numba.core.errors import RequireLiteralValue, TypingError
 from numba.cuda.extending import intrinsic
 
 from ddtree_numba.bf16 import from_float32, to_float32
+from ddtree_numba.emulator import hopper
 from ddtree_numba.emulator.intrinsics import Executing, emulation
 
 __all__ = [
@@ -1125,3 +1126,77 @@ def _as_uint32(context: Any, builder: Any, kinds: Any, values: Any) -> list[Any]
         context.cast(builder, value, kind, types.uint32)
         for value, kind in zip(values, kinds, strict=True)
     ]
+
+
+# -- Hopper's instructions in the emulator --------------------------------------------
+
+emulation(bar_sync)(hopper.barrier_sync)
+emulation(bar_arrive)(hopper.barrier_arrive)
+emulation(bar_red_or)(hopper.barrier_or)
+emulation(mbarrier_init)(hopper.mbarrier_init)
+emulation(mbarrier_arrive)(hopper.mbarrier_arrive)
+emulation(mbarrier_arrive_expect_tx)(hopper.mbarrier_arrive)
+emulation(mbarrier_wait)(hopper.mbarrier_wait)
+emulation(fence_mbarrier_init)(hopper.fence_mbarriers)
+emulation(fence_proxy_async)(hopper.fence_proxy)
+emulation(fence_proxy_tensormap)(lambda lane, maps, index: None)  # the host is done
+emulation(setmaxnreg_inc)(hopper.set_max_registers)
+emulation(setmaxnreg_dec)(hopper.set_max_registers)
+emulation(wgmma_fence)(lambda lane, acc, count: hopper.fence_products(lane))
+emulation(wgmma_commit_group)(hopper.commit_products)
+emulation(wgmma_wait_group)(lambda lane, n, *acc: hopper.wait_for_products(lane, n))
+
+
+@emulation(cp_async_bulk_tensor_3d)
+def _(lane, to, to_index, maps, map_index, x, y, z, barriers, barrier_index):
+    hopper.bulk_load(
+        lane, to, to_index, maps, map_index, (x, y, z), barriers, barrier_index
+    )
+
+
+@emulation(stmatrix_x4)
+def _(lane: Executing, array: Any, index: Any, *registers: Any) -> None:
+    row = lane.together("stmatrix", registers, _rows_of_fragments)
+    lane.write("stmatrix", array, index, row)
+
+
+def _rows_of_fragments(lanes: list[tuple[int, ...]]) -> list[np.ndarray]:
+    """Every lane's row, uint16 [8]: lane l has row ``l % 8`` of matrix ``l // 8``."""
+    registers = np.array(lanes, np.uint32).reshape(8, 4, 4)  # g, t, matrix
+    rows = np.ascontiguousarray(registers.transpose(2, 0, 1))
+    return list(rows.view(np.uint16).reshape(32, 8))
+
+
+@emulation(st_global_v2_f32)
+def _(lane: Executing, array: Any, index: Any, *values: Any) -> None:
+    pair = np.array(values, np.float32)
+    lane.write("st.global.v2", array, index, pair, "global")
+
+
+@emulation(wgmma_descriptor)
+def _(lane: Executing, array: Any, index: Any) -> int:
+    return hopper.shared_address(lane, array, index, 16) >> 4 | 512 << 16
+
+
+def _whole(low: int, offset: int) -> int:
+    """A descriptor's 64 bits."""
+    return _DESCRIPTOR_HIGH << 32 | int(low) + int(offset)
+
+
+@emulation(wgmma_m64n64k16_bf16)
+def _(lane, acc, a, a_offset, b, b_offset, accumulate):
+    a, b = _whole(a, a_offset), _whole(b, b_offset)
+    hopper.multiply(lane, acc, a, b, n=64, accumulate=accumulate)
+
+
+@emulation(wgmma_m64n256k16_bf16)
+def _(lane, acc, a, a_offset, b, b_offset):
+    a, b = _whole(a, a_offset), _whole(b, b_offset)
+    hopper.multiply(lane, acc, a, b, n=256, b_rows=True)
+
+
+@emulation(wgmma_m64n256k16_bf16_from_registers)
+def _(lane, acc, a, first, b, b_offset):
+    hopper.fence_products(lane)
+    registers = a[first], a[first + 1], a[first + 2], a[first + 3]
+    hopper.multiply(lane, acc, registers, _whole(b, b_offset), n=256, b_rows=True)
