@@ -2,8 +2,8 @@
 
 The stages of a round, in order, as functions that take host or device arrays: `topk`,
 `tree_build`, `verify_attn`, `argmax`, `tree_accept`, `kv_compact`. `generate` runs the
-whole loop on a model (`load_model`), `emulate` runs any kernel on a CPU, lane by lane,
-and `banner` says what everything runs on.
+whole loop on a model (`load_model`), `Round` a round of your own model's, as one CUDA
+graph, `emulate` any kernel on a CPU, lane by lane. `banner` says what all runs on.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ddtree_numba.kernels.tree_build import tree_build as tree_build
     from ddtree_numba.kernels.verify_attn import verify_attn as verify_attn
     from ddtree_numba.model import load_model as load_model
+    from ddtree_numba.step import Round as Round
     from ddtree_numba.tree import DraftTree as DraftTree
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 # before NumPy is loaded, and `import ddtree_numba` stays instant.
 _MODULES = {
     "DraftTree": "tree",
+    "Round": "step",
     "argmax": "kernels.argmax",
     "banner": "backend",
     "emulate": "emulator",
