@@ -56,7 +56,7 @@ def shrink(patch: pytest.MonkeyPatch) -> None:
     The emulator reads the kernel's constants at every launch; on a GPU they are
     compiled in, and full-size rows get there anyway.
     """
-    small = {"CAPACITY": 16, "COUNTED": 10, "MAX_CHUNKS": 16, "ROOM": 3}
+    small = {"CAPACITY": 16, "SORTING": 32, "MAX_CHUNKS": 16, "ROOM": 3}
     for name, value in small.items():
         patch.setattr(topk_module, name, value)
     patch.setattr(topk_module, "_chunk_log", lambda kept: 0)
@@ -158,15 +158,15 @@ def test_a_chunk_of_the_best_maximum_is_not_enough_alone(small_constants):
 
 
 @pytest.mark.parametrize("bad", [NAN, INF])
-@pytest.mark.parametrize("at", [0, 400, 699])
+@pytest.mark.parametrize("at", [0, 900, 1199])
 def test_one_bad_element_of_any_span_spoils_the_row(small_constants, at, bad):
-    """Also where its span, of 512, is otherwise masked, as the first is here."""
-    logits = np.full((1, 2, 700), -INF, np.float32)
-    logits[..., 690:] = 1
+    """Also where its span, of 1024, is otherwise masked, as the first is here."""
+    logits = np.full((1, 2, 1200), -INF, np.float32)
+    logits[..., 1190:] = 1
     logits[0, 1, at] = bad
     options = {"check": False, "executor": "emulator"}
     log_probs, ids = topk(logits, 3, version="chunks", **options)
-    assert ids.tolist() == [[[690, 691, 692], [-1] * 3]]
+    assert ids.tolist() == [[[1190, 1191, 1192], [-1] * 3]]
     assert np.isnan(log_probs[0]).all(axis=-1).tolist() == [False, True]
 
 
@@ -188,6 +188,14 @@ def test_any_row_equals_brute_force(executor, version, row, k, name):
             shrink(patch)
         found = topk(logits, k, version=version, executor=executor)
     assert_topk(found, brute_force(logits, k))
+
+
+@pytest.mark.parametrize("vocab", [31, 33, 64, 100, 200])
+def test_runs_are_merged_in_order(executor, vocab):
+    """A short row is sorted as a whole, by runs of 32: odd ones, a last few."""
+    logits = np.random.default_rng(vocab).standard_normal((1, 1, vocab), np.float32)
+    found = topk(logits, vocab, version="simple", executor=executor)
+    assert_topk(found, brute_force(logits, vocab))
 
 
 def test_the_real_capacity_selects_from_longer_rows():
@@ -308,15 +316,15 @@ def test_no_race_in_any_order_of_the_lanes(small_constants, order):
 @pytest.mark.parametrize("order", ["forward", "reverse", "shuffled"])
 def test_no_race_in_the_chunks_version(small_constants, order):
     """Two spans, with ties, so that chunks and tokens are narrowed down and sorted."""
-    logits = CASTS["bf16"](np.random.default_rng(3).integers(-2, 3, (1, 1, 600)))
+    logits = CASTS["bf16"](np.random.default_rng(3).integers(-2, 3, (1, 1, 1100)))
     tops, totals = np.empty((2, 1, 2), np.float32)
-    maxima = np.empty((1, 128), np.float32)
+    maxima = np.empty((1, 256), np.float32)
     found = np.empty((1, 1, 11), np.float32), np.empty((1, 1, 11), np.int32)
     options = {"order": order, "trace": True}
-    arguments = (logits, 1, 1, tops, totals, maxima)
+    arguments = (logits, 0, 0, tops, totals, maxima)
     report = emulate(topk_scan_kernel, 1, 64, *arguments, **options)
     assert not report.races
-    arguments = (logits, 1, 16, 10, 7, 0, tops, totals, maxima, *found)
+    arguments = (logits, 0, 16, 11, 8, 0, tops, totals, maxima, *found)
     report = emulate(topk_pick_kernel, 1, 64, *arguments, **options)
     assert not report.races
     assert_topk(found, brute_force(logits, 11))

@@ -32,7 +32,7 @@ Versions
 --------
 topk_kernel        "simple": one block a row; reads the row twice, and once more for
                    every round of the selection (mostly one or two)
-topk_scan_kernel   "chunks": a warp a span of 512 logits: their sum, their chunks'
+topk_scan_kernel   "chunks": a warp a span of 1024 logits: their sum, their chunks'
                    maxima
 topk_pick_kernel   one block a row: merges the sums, selects chunks, then tokens
 """
@@ -47,22 +47,26 @@ from numba import cuda
 
 from ddtree_numba import reference
 from ddtree_numba.backend import Place, place, to_float32, whole_number
-from ddtree_numba.kernels.wide import PIECE, load_piece, loads_wide
+from ddtree_numba.kernels.wide import (
+    FULL_WARP,
+    PIECE,
+    WARP,
+    load_piece,
+    loads_wide,
+    scan_block,
+)
 
 MAX_K = 1024
-CAPACITY = 2048  # codes that are sorted in shared memory, a power of two
+CAPACITY = 2048  # codes that are sorted in shared memory
+SORTING = 2 * CAPACITY
 THREADS = 512
 DIGIT_BITS = 10
 BINS = 1 << DIGIT_BITS
-WARP = 32
-FULL_WARP = 0xFFFFFFFF
-GROUPS = BINS // WARP  # of bins, a lane a bin
-COUNTED = 512  # so few codes are ordered by counting, not sorted
 
 VERSIONS = ("auto", "simple", "chunks")
 SIMPLE_UP_TO = 4096  # a vocabulary that "auto" does not cut into chunks
-SCAN_THREADS = 256
-PIECES = 2  # of eight logits, that a lane of the scan holds
+SCAN_THREADS = 128
+PIECES = 4  # of eight logits, that a lane of the scan holds
 HELD = PIECES * PIECE
 SPAN = WARP * HELD  # logits of a warp
 ROOM = 64  # chunks beyond k that a selection may leave, to spare it the last bits
@@ -166,47 +170,28 @@ def warp_sum(x):
 
 
 @cuda.jit(device=True)
-def find_lane(mine, above, kept):
-    """The lane that holds the `kept`-th code, if every lane holds `mine` of them.
-
-    `above` codes stand before lane 0. Returns the lane and how many stand before it.
-    """
-    lane = cuda.threadIdx.x % WARP
-    upto = mine  # becomes the sum over this lane and those before it
-    distance = 1
-    while distance < WARP:
-        before = cuda.shfl_up_sync(FULL_WARP, upto, distance)
-        if lane >= distance:
-            upto += before
-        distance *= 2
-    here = above + upto - mine < kept <= above + upto
-    lane = cuda.ffs(cuda.ballot_sync(FULL_WARP, here)) - 1
-    return lane, above + cuda.shfl_sync(FULL_WARP, upto - mine, lane)
-
-
-@cuda.jit(device=True)
-def find_bin(bins, above, kept):
+def find_bin(histogram, above, kept, of_warps, found):
     """Find the bin that holds the `kept`-th code, counting from the top bin.
 
     `above` codes are larger than any in the histogram. ``found`` gets the bin, the
     codes above it, and these together with those in it. Ends with a block barrier.
     """
-    histogram, groups, found = bins
-    # By groups of bins first, a lane a bin: a group is read without bank conflicts.
-    warp, lane = cuda.threadIdx.x // WARP, cuda.threadIdx.x % WARP
-    for group in range(warp, GROUPS, cuda.blockDim.x // WARP):
-        count = warp_sum(histogram[group * WARP + lane])
-        if lane == 0:
-            groups[group] = count
-    cuda.syncthreads()  # every group is summed before the sums are read
-    if warp == 0:
-        lanes, above = find_lane(groups[GROUPS - 1 - lane], above, kept)
-        highest = BINS - 1 - lanes * WARP  # the group's top bin
-        lanes, above = find_lane(histogram[highest - lane], above, kept)
-        if lane == lanes:
-            found[0] = highest - lane
-            found[1] = above
-            found[2] = above + histogram[highest - lane]
+    each = np.int32((BINS + cuda.blockDim.x - 1) // cuda.blockDim.x)
+    first = BINS - 1 - cuda.threadIdx.x * each  # this thread's bins, falling
+    last = max(first - each, -1)
+    mine = np.int32(0)
+    for bin_ in range(first, last, -1):
+        mine += histogram[bin_]
+    before, _ = scan_block(mine, of_warps)
+    above += before
+    if above < kept <= above + mine:
+        for bin_ in range(first, last, -1):
+            count = histogram[bin_]
+            if above < kept <= above + count:
+                found[0] = bin_
+                found[1] = above
+                found[2] = above + count
+            above += count
     cuda.syncthreads()  # the bin is found before it is read
 
 
@@ -214,8 +199,18 @@ def find_bin(bins, above, kept):
 def piece_start(source, p):
     """Where the p-th piece of a source starts in its row."""
     _, _, chunks, chunk_log, _, _, _ = source
-    chunk = np.int64(chunks[p >> chunk_log])
-    return ((chunk << chunk_log) + (p & ((1 << chunk_log) - 1))) * PIECE
+    p = np.uint32(p)
+    first = np.uint32(chunks[p >> chunk_log]) << chunk_log
+    return np.uint32((first + (p & ((1 << chunk_log) - 1))) * PIECE)
+
+
+@cuda.jit(device=True)
+def value_of(code, key_shift, id_bits):
+    """A float32 that no logit of this code or a larger one is below."""
+    key = code >> id_bits << key_shift
+    bits = key ^ (-0x80000000 if key >> 31 else -1)
+    value = cuda.libdevice.int_as_float(np.int32(bits))
+    return value if value == value else np.float32(-math.inf)
 
 
 @cuda.jit(device=True)
@@ -223,6 +218,7 @@ def count_codes(source, low, high, shift, histogram):
     """Histogram of ``(code - low) >> shift`` over a source's codes in low … high."""
     row, wide, _, _, pieces, key_shift, id_bits = source
     tile = cuda.local.array(PIECE, np.float32)
+    least = value_of(low, key_shift, id_bits)
     for bin_ in range(cuda.threadIdx.x, BINS, cuda.blockDim.x):
         histogram[bin_] = 0
     cuda.syncthreads()  # the bins are empty before anything is counted
@@ -230,14 +226,15 @@ def count_codes(source, low, high, shift, histogram):
         start = piece_start(source, p)
         load_piece(row, start, wide, tile, 0)
         for j in range(PIECE):
-            code = code_of(tile[j], start + j, row.size, key_shift, id_bits)
-            if start + j < row.size and low <= code < high:
-                cuda.atomic.add(histogram, (code - low) >> shift, 1)
+            if tile[j] >= least and start + j < row.size:
+                code = code_of(tile[j], start + j, row.size, key_shift, id_bits)
+                if low <= code < high:
+                    cuda.atomic.add(histogram, (code - low) >> shift, 1)
     cuda.syncthreads()  # everything is counted before the bins are read
 
 
 @cuda.jit(device=True)
-def gather_codes(source, low, used, codes):
+def gather_codes(source, low, used, codes, room):
     """Collect a source's codes of `low` or more, in no order, and return their number.
 
     It may be more than there is room for. For all threads; begins and ends with a
@@ -245,6 +242,7 @@ def gather_codes(source, low, used, codes):
     """
     row, wide, _, _, pieces, key_shift, id_bits = source
     tile = cuda.local.array(PIECE, np.float32)
+    least = value_of(low, key_shift, id_bits)
     cuda.syncthreads()  # the count before, and the codes, have been read
     if cuda.threadIdx.x == 0:
         used[0] = 0
@@ -252,12 +250,20 @@ def gather_codes(source, low, used, codes):
     for p in range(cuda.threadIdx.x, pieces, cuda.blockDim.x):
         start = piece_start(source, p)
         load_piece(row, start, wide, tile, 0)
+        passing = 0  # a bit an element
         for j in range(PIECE):
-            code = code_of(tile[j], start + j, row.size, key_shift, id_bits)
-            if start + j < row.size and code >= low:
-                at = cuda.atomic.add(used, 0, 1)
-                if at < codes.size:
-                    codes[at] = code
+            if tile[j] >= least and start + j < row.size:
+                code = code_of(tile[j], start + j, row.size, key_shift, id_bits)
+                if code >= low:
+                    passing |= 1 << j
+        if passing == 0:
+            continue
+        at = cuda.atomic.add(used, 0, cuda.popc(np.int32(passing)))
+        for j in range(PIECE):
+            if passing >> j & 1 and at < room:
+                code = code_of(tile[j], start + j, row.size, key_shift, id_bits)
+                codes[at] = code
+                at += 1
     cuda.syncthreads()  # all are collected before they are counted and read
     return used[0]
 
@@ -268,12 +274,12 @@ def narrow(source, kept, most, low, high, count, bins):
 
     `count` codes are now, and the `kept`-th largest is one of them, and below `high`.
     """
-    histogram, _, found = bins
+    histogram, of_warps, found = bins
     above = 0  # codes of `high` or more
     while count > most:
         shift = max(0, 64 - cuda.clz(np.int64(high - low - 1)) - DIGIT_BITS)
         count_codes(source, low, high, shift, histogram)
-        find_bin(bins, above, kept)
+        find_bin(histogram, above, kept, of_warps, found)
         low += np.int64(found[0]) << shift
         high = min(high, low + (np.int64(1) << shift))
         above = found[1]
@@ -283,32 +289,45 @@ def narrow(source, kept, most, low, high, count, bins):
 
 @cuda.jit(device=True)
 def sort_falling(codes, count):
-    """Bitonic sort of ``codes[:count]`` in shared memory; the rest is room to pad."""
-    size = 1
-    while size < count:
-        size *= 2
-    for i in range(count + cuda.threadIdx.x, size, cuda.blockDim.x):
-        codes[i] = -1  # below every code
-    before = size  # the distance of the exchange before
-    width = 2
-    while width <= size:
-        distance = width // 2
-        while distance > 0:
-            # The exchange before is done. A warp's pairs up to this distance lie in 64
-            # codes of its own.
-            if max(before, distance) > WARP:
-                cuda.syncthreads()
-            else:
-                cuda.syncwarp()
-            for pair in range(cuda.threadIdx.x, size // 2, cuda.blockDim.x):
-                i = 2 * pair - (pair & (distance - 1))
-                mine, other = codes[i], codes[i + distance]
-                if (mine < other) == (i & width == 0):
-                    codes[i], codes[i + distance] = other, mine
-            before = distance
-            distance //= 2
-        width *= 2
-    cuda.syncthreads()  # the last exchange is done
+    """Sort distinct codes; the second half of `codes` is room to work in.
+
+    Runs of 32 first, by counting for every code those that are larger, then merged in
+    pairs: a code's place is its place in its own run, and the larger ones in the other,
+    which a binary search finds. Returns where the sorted codes start.
+    """
+    half = np.uint32(codes.size // 2)
+    n = np.uint32(count)
+    for t in range(cuda.threadIdx.x, count, cuda.blockDim.x):
+        i = np.uint32(t)
+        mine = codes[i]
+        first = i & ~np.uint32(WARP - 1)
+        place = half + first
+        for j in range(first, min(first + np.uint32(WARP), n)):
+            if codes[np.uint32(j)] > mine:
+                place += np.uint32(1)
+        codes[place] = mine
+    cuda.syncthreads()  # the runs are there before they are merged
+    start = half
+    width = np.uint32(WARP)
+    while width < n:
+        for t in range(cuda.threadIdx.x, count, cuda.blockDim.x):
+            i = np.uint32(t)
+            mine = codes[start + i]
+            other = min((i ^ width) & ~(width - np.uint32(1)), n)
+            low, high = other, min(other + width, n)
+            while low < high:
+                middle = np.uint32((low + high) >> np.uint32(1))
+                if codes[start + middle] > mine:
+                    low = np.uint32(middle + np.uint32(1))
+                else:
+                    high = middle
+            # i without the bit that says which run of the two, and what is larger
+            place = np.uint32((i & ~width) + (low - other))
+            codes[(half - start) + place] = mine
+        cuda.syncthreads()  # the merged runs are there before they are read
+        start = np.uint32(half - start)
+        width = np.uint32(width << np.uint32(1))
+    return start
 
 
 @cuda.jit(device=True)
@@ -323,21 +342,11 @@ def write_token(k, code, row, id_bits, top, log_total, log_probs, token_ids):
 @cuda.jit(device=True)
 def write_best(codes, count, row, id_bits, top, total, log_probs, token_ids):
     """Order the codes gathered and write the best of them."""
-    kept = token_ids.size
     log_total = math.log(total)
-    row_of_codes = (row, id_bits, top, log_total, log_probs, token_ids)
-    if count <= COUNTED:
-        for i in range(cuda.threadIdx.x, count, cuda.blockDim.x):
-            better = np.int32(0)
-            for j in range(count):
-                if codes[j] > codes[i]:
-                    better += np.int32(1)
-            if better < kept:
-                write_token(better, codes[i], *row_of_codes)
-        return
-    sort_falling(codes, count)
-    for k in range(cuda.threadIdx.x, kept, cuda.blockDim.x):
-        write_token(k, codes[k], *row_of_codes)
+    start = sort_falling(codes, count)
+    for k in range(cuda.threadIdx.x, token_ids.size, cuda.blockDim.x):
+        code = codes[start + np.uint32(k)]
+        write_token(k, code, row, id_bits, top, log_total, log_probs, token_ids)
 
 
 @cuda.jit(device=True)
@@ -360,15 +369,15 @@ def topk_kernel(
     log_probs,  # out [B, L, K] f32
     token_ids,  # out [B, L, K] i32
 ):
-    codes = cuda.shared.array(CAPACITY, np.int64)
+    codes = cuda.shared.array(SORTING, np.int64)
     histogram = cuda.shared.array(BINS, np.int32)
-    groups = cuda.shared.array(GROUPS, np.int32)
+    of_warps = cuda.shared.array(WARP, np.int32)
     found = cuda.shared.array(3, np.int32)
     used = cuda.shared.array(1, np.int32)
     chunks = cuda.shared.array(1, np.int32)
     length, kept = log_probs.shape[1], log_probs.shape[2]
     b, position = cuda.blockIdx.x // length, cuda.blockIdx.x % length
-    row, bins = logits[b, position], (histogram, groups, found)
+    row, bins = logits[b, position], (histogram, of_warps, found)
     if cuda.threadIdx.x == 0:
         chunks[0] = 0  # the row is one chunk
     # Its barrier also orders the chunk before it is read.
@@ -380,7 +389,7 @@ def topk_kernel(
     source = (row, wide, chunks, ONE_CHUNK, pieces, key_shift, id_bits)
     high = ((order_of(top) >> key_shift) + 1) << id_bits
     low = narrow(source, kept, CAPACITY, 0, high, row.size, bins)
-    count = gather_codes(source, low, used, codes)
+    count = gather_codes(source, low, used, codes, CAPACITY)
     best = log_probs[b, position], token_ids[b, position]
     write_best(codes, count, row, id_bits, top, total, *best)
 
@@ -408,34 +417,37 @@ def sum_of_tile(tile, top):
 def topk_scan_kernel(
     logits,  # [B, L, V] f32, f16 or u16 (bf16 bits)
     wide,  # i32: whether `loads_wide` allows loads of 16 bytes
-    lanes,  # i32: lanes whose pieces make a chunk, 1 … 16, a power of two
+    chunk_log,  # i32: logarithm of a chunk's pieces, 0 … 3
     tops,  # out [B*L, S] f32: every span's maximum
     totals,  # out [B*L, S] f32: its sum of exp(x - maximum), NaN if it is bad
     maxima,  # out [B*L, C] f32: every chunk's maximum, C = S * SPAN / chunk
 ):
     tile = cuda.local.array(HELD, np.float32)
-    spans = tops.shape[1]
-    warp, lane = cuda.grid(1) // WARP, cuda.threadIdx.x % WARP
-    r, s = warp // spans, warp % spans
-    if r >= tops.shape[0]:
+    lane = np.uint32(cuda.threadIdx.x % WARP)
+    r = np.uint32(cuda.blockIdx.x)
+    s = np.uint32((cuda.blockIdx.y * SCAN_THREADS + cuda.threadIdx.x) // WARP)
+    if s >= tops.shape[1]:  # the whole warp
         return
-    row = logits[r // logits.shape[1], r % logits.shape[1]]
-    first = s * SPAN + lane * PIECE
+    length = np.uint32(logits.shape[1])
+    b = np.uint32(r // length)
+    row = logits[b, np.uint32(r - b * length)]
+    lanes = np.uint32(1 << chunk_log)  # whose pieces make a chunk
+    first = np.uint32(s * SPAN + lane * PIECE)
     for p in range(PIECES):
-        load_piece(row, first + p * WARP * PIECE, wide, tile, p * PIECE)
+        load_piece(row, first + np.uint32(p * WARP * PIECE), wide, tile, p * PIECE)
     top = np.float32(-math.inf)
     for p in range(PIECES):
         x = tile[p * PIECE]
         for j in range(1, PIECE):
             x = cuda.libdevice.fmaxf(x, tile[p * PIECE + j])  # passes over NaN
-        of_chunk = x
-        for distance in (1, 2, 4, 8, 16):
-            if distance == lanes:
-                of_chunk = x
-            x = cuda.libdevice.fmaxf(x, cuda.shfl_xor_sync(FULL_WARP, x, distance))
-        if lane % lanes == 0:
-            maxima[r, ((s * PIECES + p) * WARP + lane) // lanes] = of_chunk
+        for distance in (1, 2, 4):
+            y = cuda.shfl_xor_sync(FULL_WARP, x, distance)
+            x = cuda.libdevice.fmaxf(x, y) if distance < lanes else x
+        if lane & (lanes - np.uint32(1)) == 0:
+            maxima[r, np.uint32(((s * PIECES + p) * WARP + lane) >> chunk_log)] = x
         top = cuda.libdevice.fmaxf(top, x)
+    for distance in (16, 8, 4, 2, 1):
+        top = cuda.libdevice.fmaxf(top, cuda.shfl_xor_sync(FULL_WARP, top, distance))
     total = warp_sum(sum_of_tile(tile, top))
     if lane == 0:
         tops[r, s] = top
@@ -444,16 +456,32 @@ def topk_scan_kernel(
 
 @cuda.jit(device=True)
 def sum_of_spans(tops, totals):
-    """A row's maximum and sum of ``exp(x - maximum)``; NaN or 0 if it is bad."""
+    """A row's maximum and sum of ``exp(x - maximum)``; NaN or 0 if it is bad.
+
+    Every warp computes the same.
+    """
+    tile = cuda.local.array(PIECE, np.float32)
     top = np.float32(-math.inf)
-    for s in range(cuda.threadIdx.x % WARP, tops.size, WARP):
-        top = cuda.libdevice.fmaxf(top, tops[s])
+    lane = np.uint32(cuda.threadIdx.x % WARP)
+    for start in range(0, tops.size, WARP * PIECE):
+        for j in range(PIECE):  # the loads overlap
+            s = np.uint32(start + j * WARP + lane)
+            tile[j] = tops[s if s < tops.size else np.uint32(0)]
+        for j in range(PIECE):
+            top = cuda.libdevice.fmaxf(top, tile[j])
     for distance in (16, 8, 4, 2, 1):
         top = cuda.libdevice.fmaxf(top, cuda.shfl_xor_sync(FULL_WARP, top, distance))
     total = np.float32(0.0)
-    for s in range(cuda.threadIdx.x % WARP, tops.size, WARP):
-        if totals[s] != np.float32(0.0):  # a masked span's maximum is -inf
-            total += totals[s] * math.exp(tops[s] - top)
+    for start in range(0, tops.size, WARP * PIECE):
+        for j in range(PIECE):
+            s = np.uint32(start + j * WARP + lane)
+            tile[j] = np.float32(0.0)
+            if s < tops.size:
+                tile[j] = totals[s]
+        for j in range(PIECE):
+            if tile[j] != np.float32(0.0):  # a masked span's maximum is -inf
+                s = np.uint32(start + j * WARP + lane)
+                total += tile[j] * math.exp(tops[s] - top)
     return top, warp_sum(total)
 
 
@@ -497,9 +525,9 @@ def topk_pick_kernel(
     log_probs,  # out [B, L, K] f32
     token_ids,  # out [B, L, K] i32
 ):
-    codes = cuda.shared.array(CAPACITY, np.int64)
+    codes = cuda.shared.array(SORTING, np.int64)
     histogram = cuda.shared.array(BINS, np.int32)
-    groups = cuda.shared.array(GROUPS, np.int32)
+    of_warps = cuda.shared.array(WARP, np.int32)
     found = cuda.shared.array(3, np.int32)
     used = cuda.shared.array(1, np.int32)
     chunks = cuda.shared.array(MAX_CHUNKS, np.int32)
@@ -507,7 +535,7 @@ def topk_pick_kernel(
     r = cuda.blockIdx.x
     b, position = r // length, r % length
     row, of_chunks = logits[b, position], maxima[r]
-    bins = (histogram, groups, found)
+    bins = (histogram, of_warps, found)
     best = log_probs[b, position], token_ids[b, position]
     top, total = sum_of_spans(tops[r], totals[r])  # the same in every warp
     if not total > np.float32(0.0):
@@ -531,7 +559,7 @@ def topk_pick_kernel(
     )
     most = min(kept + ROOM, MAX_CHUNKS)
     low = narrow(source, kept, most, low, high, n, bins)
-    n_chunks = gather_codes(source, low, used, codes)
+    n_chunks = gather_codes(source, low, used, codes, CAPACITY)
     for i in range(cuda.threadIdx.x, n_chunks, cuda.blockDim.x):
         chunks[i] = n - 1 - (codes[i] & ((np.int64(1) << chunk_bits) - 1))
 
@@ -541,10 +569,10 @@ def topk_pick_kernel(
     pieces = n_chunks << chunk_log
     source = (row, wide, chunks, chunk_log, pieces, key_shift, id_bits)
     # Its first barrier also orders the chunks before they are read.
-    count = gather_codes(source, low, used, codes)
+    count = gather_codes(source, low, used, codes, CAPACITY)
     if count > CAPACITY:
         low = narrow(source, kept, CAPACITY, low, high, count, bins)
-        count = gather_codes(source, low, used, codes)
+        count = gather_codes(source, low, used, codes, CAPACITY)
     write_best(codes, count, row, id_bits, top, total, *best)
 
 
@@ -626,7 +654,7 @@ def _codes(logits: Any) -> tuple[np.int32, np.int32]:
 
 def _chunk_log(kept: int) -> int:
     """Logarithm of a chunk's pieces: few chunks, and few tokens in those selected."""
-    return 3 if kept <= 128 else 2 if kept <= 512 else 1
+    return 3 if kept <= 256 else 2
 
 
 def _launch_simple(at: Place, logits: Any, log_probs: Any, token_ids: Any) -> None:
@@ -648,9 +676,10 @@ def _launch_chunks(at: Place, logits: Any, log_probs: Any, token_ids: Any) -> No
     tops = at.empty((rows, spans), np.float32)
     totals = at.empty((rows, spans), np.float32)
     maxima = at.empty((rows, chunks), np.float32)
+    grid = rows, -(-spans * WARP // SCAN_THREADS)
     at.launch(
-        *(topk_scan_kernel, -(-rows * spans * WARP // SCAN_THREADS), SCAN_THREADS),
-        *(logits, wide, np.int32(1 << chunk_log), tops, totals, maxima),
+        *(topk_scan_kernel, grid, SCAN_THREADS),
+        *(logits, wide, np.int32(chunk_log), tops, totals, maxima),
     )
     chunk_bits = np.int32((chunks - 1).bit_length())
     at.launch(

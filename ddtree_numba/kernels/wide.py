@@ -1,10 +1,11 @@
-"""Loads of 16 bytes, and reductions that are one instruction of a warp.
+"""Wide loads, and what the lanes of a warp or block do together.
 
 =================  ================================================================
 `load_8`           ``ld.global.v4``: eight elements as float32
 `load_piece`       eight logits of a row, by such loads if they may be
 `redux_max`        ``redux.sync.max.s32``: the largest of the warp's 32
 `redux_min`        ``redux.sync.min.u32``: the smallest, unsigned
+`scan_block`       every lane's sum over the lanes before it, and the sum of all
 =================  ================================================================
 
 A warp that loads 2 bytes a lane asks memory for 64 bytes at a time and needs eight
@@ -36,6 +37,8 @@ from ddtree_numba.kernels.ptx import (
 )
 
 PIECE = 8  # elements that are loaded together
+WARP = 32
+FULL_WARP = 0xFFFFFFFF
 
 
 @intrinsic
@@ -123,6 +126,36 @@ def _(lane: Executing, x: Any) -> int:
     return lane.together("redux.min", int(x), lambda given: [min(given)] * len(given))
 
 
+@cuda.jit(device=True)
+def scan_warp(x):
+    """The sum of x over this lane and those of its warp before it, int32."""
+    lane = cuda.threadIdx.x % WARP
+    for distance in (1, 2, 4, 8, 16):
+        before = cuda.shfl_up_sync(FULL_WARP, x, distance)
+        if lane >= distance:
+            x += before
+    return x
+
+
+@cuda.jit(device=True)
+def scan_block(x, totals):
+    """The sum of x over the lanes of the block before this one, and that of all.
+
+    x : int32
+    totals : shared int32 [32], which nobody reads any more; a block barrier follows
+    """
+    warp, lane = cuda.threadIdx.x // WARP, cuda.threadIdx.x % WARP
+    upto = scan_warp(np.int32(x))
+    if lane == WARP - 1:
+        totals[warp] = upto
+    cuda.syncthreads()  # every warp's sum is written before it is read
+    warps = cuda.blockDim.x // WARP
+    sums = scan_warp(totals[lane] if lane < warps else np.int32(0))
+    of_all = cuda.shfl_sync(FULL_WARP, sums, WARP - 1)
+    of_warps = cuda.shfl_sync(FULL_WARP, sums, max(warp - 1, 0))
+    return upto - x + (of_warps if warp > 0 else np.int32(0)), of_all
+
+
 # ------------------------------------------------------------------ rows of logits
 
 
@@ -155,7 +188,7 @@ def load_piece(row, start, wide, tile, at):
     """
     if wide:
         inside = start < row.size
-        values = load_8(row, start if inside else 0)
+        values = load_8(row, np.uint32(start) if inside else np.uint32(0))
         for j in range(PIECE):
             tile[at + j] = values[j] if inside else np.float32(-math.inf)
     else:
