@@ -175,7 +175,7 @@ class Array:
         self.shape = data.shape
         self.itemsize = data.itemsize
         self.steps = tuple(step // data.itemsize for step in data.strides)
-        self.wide: Array | None = None  # see spans.py
+        self.wide: dict[int, Array] = {}  # by bytes, see spans.py
         self.recorder = recorder
         self.number = 0 if recorder is None else recorder.register(self)
 

@@ -59,11 +59,9 @@ class Span:
     bytes : numpy.ndarray
         The memory itself, uint8 [nbytes].
     address : int
-    name : str
-        ``tile[3, 8:16]``
     """
 
-    __slots__ = ("address", "array", "bytes", "name", "written")
+    __slots__ = ("_place", "address", "array", "bytes", "written")
 
     def __init__(
         self,
@@ -97,7 +95,7 @@ class Span:
             data = cells.data.reshape(-1)
         end = first + n_elements
         offset = cells._offset(where)
-        self.name = _name(self.array, offset, n_elements)
+        self._place = offset, n_elements
         self.address = self.array.address + offset * size
         if past := self.address % alignment:
             raise MisalignedError(
@@ -116,6 +114,13 @@ class Span:
         start = self.address - self.array.address
         written = cells.written
         self.written = None if written is None else written[start : start + nbytes]
+
+    @property
+    def name(self) -> str:
+        """``tile[3, 8:16]``: as the whole array counts its elements, not a view."""
+        *row, first = self.array.index_of(self._place[0])
+        before = "".join(f"{part}, " for part in row)
+        return f"{self.array.name}[{before}{first}:{first + self._place[1]}]"
 
     @property
     def piece(self) -> Written:
@@ -139,8 +144,11 @@ class Span:
 
     def log(self, kind: int, frame: FrameType | Site) -> None:
         """Note an access in the trace, if there is one."""
+        # Of 16 bytes each, or one of the next power of two.
+        width = min(16, 1 << (len(self.bytes) - 1).bit_length())
         end = self.address + len(self.bytes)
-        log_blocks(self.array, range(self.address // 16, -(-end // 16)), kind, frame)
+        blocks = range(self.address // width, -(-end // width))
+        log_blocks(self.array, width, blocks, kind, frame)
 
     def writer(self) -> str:
         """The last line that wrote to any of the bytes, as far as the trace knows."""
@@ -178,15 +186,20 @@ class Span:
 
 
 def log_blocks(
-    array: Array, blocks: Iterable[int], kind: int, frame: FrameType | Site
+    array: Array,
+    width: int,
+    blocks: Iterable[int],
+    kind: int,
+    frame: FrameType | Site,
 ) -> None:
-    """Note accesses to blocks of 16 bytes, each by its address // 16."""
+    """Note accesses to blocks of `width` bytes, each by its address // width."""
     recorder = array.recorder
     if recorder is None:
         return
-    if array.wide is None:
-        array.wide = _Wide(array, 16)
-    tag, first = array.wide.number * 4 + kind, array.wide.address // 16
+    wide = array.wide.get(width)
+    if wide is None:
+        wide = array.wide[width] = _Wide(array, width)
+    tag, first = wide.number * 4 + kind, wide.address // width
     for block in blocks:
         recorder.note((tag, block - first, frame.f_lasti, frame.f_code))
 
@@ -204,13 +217,6 @@ class Site(NamedTuple):
 
     def __str__(self) -> str:
         return source_line(self.f_code.co_filename, self.f_lineno)
-
-
-def _name(array: Array, offset: int, count: int) -> str:
-    """`count` elements of a row as the whole array counts them, not a view of it."""
-    *row, first = array.index_of(offset)
-    before = "".join(f"{part}, " for part in row)
-    return f"{array.name}[{before}{first}:{first + count}]"
 
 
 def _advice(array: Array, alignment: int) -> str:
@@ -234,7 +240,7 @@ class _Wide(Array):
         self.address = array.address - array.address % nbytes
         self.allocation = array.allocation
         self.itemsize = nbytes
-        self.width = nbytes // array.itemsize
+        self.width = max(1, nbytes // array.itemsize)
         self.shape, self.steps = array.shape, array.steps
         self.recorder = array.recorder
         self.number = array.recorder.register(self)

@@ -194,7 +194,7 @@ class Operand:
         assert array is not None
         first = self.piece.start // 16
         blocks = np.unique(self.places[rows] // 8) + first
-        log_blocks(array, blocks.tolist(), READ, site)
+        log_blocks(array, 16, blocks.tolist(), READ, site)
 
 
 def _element(piece: Written, at: int) -> str:
