@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
+from ddtree_numba._data import data_path
 from ddtree_numba.decode import draft_logits, generate
 from ddtree_numba.kernels.topk import topk
 from ddtree_numba.kernels.tree_accept import tree_accept
@@ -90,6 +91,11 @@ def sweep(
                 }
             )
     return pd.DataFrame(records)
+
+
+def recorded() -> pd.DataFrame:
+    """The stored sweep over 30 held-out prompts, as `ddtree sweep` wrote it."""
+    return pd.read_csv(data_path("bench", "sweep.csv"), comment="#")
 
 
 class _Replay:

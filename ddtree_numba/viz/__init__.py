@@ -14,17 +14,22 @@ from ddtree_numba.viz.link import link_figure
 from ddtree_numba.viz.masks import mask_figure, round_figure
 from ddtree_numba.viz.memory import memory_figure
 from ddtree_numba.viz.online import online_figure
+from ddtree_numba.viz.payoff import accepted_figure, speedup_figure
 from ddtree_numba.viz.reads import element_reads, reads_figure
 from ddtree_numba.viz.show import show
+from ddtree_numba.viz.sums import sums_figure
 from ddtree_numba.viz.sweep import sweep_figure
+from ddtree_numba.viz.timeline import gain_figure, stages_figure, timeline_figure
 from ddtree_numba.viz.trees import tree_figure
 from ddtree_numba.viz.walk import accept_figure, compact_figure
 
 __all__ = [
+    "accepted_figure",
     "accept_figure",
     "access_figure",
     "compact_figure",
     "element_reads",
+    "gain_figure",
     "heap_animation",
     "heap_figure",
     "lanes_figure",
@@ -38,6 +43,10 @@ __all__ = [
     "round_figure",
     "show",
     "show_film",
+    "stages_figure",
+    "sums_figure",
+    "speedup_figure",
     "sweep_figure",
+    "timeline_figure",
     "tree_figure",
 ]
