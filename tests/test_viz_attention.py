@@ -1,11 +1,17 @@
 """Pictures of attention kernels: reads of the cache, and the online softmax."""
 
+import dataclasses
+
 import numpy as np
+import pandas as pd
 import pytest
 from numba import cuda
 
+from ddtree_numba import bench
+from ddtree_numba.bench.rows import Row
 from ddtree_numba.emulator import emulate
-from ddtree_numba.viz import element_reads, online_figure, reads_figure
+from ddtree_numba.lab import attention
+from ddtree_numba.viz import element_reads, online_figure, reads_figure, times_figure
 
 
 @cuda.jit
@@ -51,3 +57,31 @@ def test_bars_of_the_online_softmax_end_at_the_total():
 def test_a_row_that_sees_nothing_has_no_total():
     figure, _ = online_figure(np.full(4, -np.inf), tile=2)
     assert all(bar.get_height() == 0 for bar in figure.axes[1].patches)
+
+
+def test_recorded_times_are_of_one_shape_and_our_versions(
+    monkeypatch, tmp_path, capsys
+):
+    row = Row("verify_attn", "mma", attention.SHAPE, us=40.0, tflops=239.0, card="H200")
+    others = [
+        {"shape": "(1,1,1,1) bf16"},
+        {"peer": "peer 1.0"},
+        {"status": "wrong"},
+        {"regime": "sustained"},
+        {"memory": "cold"},
+        {"version": "simple", "us": 9000.0},
+    ]
+    rows = [row, *(dataclasses.replace(row, **other) for other in others)]
+    pd.DataFrame(map(dataclasses.asdict, rows)).to_csv(tmp_path / bench.FINISHED)
+    monkeypatch.setattr(attention, "data_path", lambda *parts: tmp_path / parts[-1])
+    times = attention.attention_times("emulator")
+    assert times["version"].tolist() == ["mma", "simple"]
+    assert "recorded: H200" in capsys.readouterr().out
+    _, alt_text = times_figure(times)
+    assert "simple 9,000 µs" in alt_text and "mma 40.0 µs, 239 TFLOP/s" in alt_text
+
+
+def test_without_a_recorded_run_there_are_no_times(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(attention, "data_path", lambda *parts: tmp_path / "none.csv")
+    assert attention.attention_times("emulator") is None
+    assert "no recorded run" in capsys.readouterr().out

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ddtree_numba._data import data_path
 from ddtree_numba.emulator import traced
 from ddtree_numba.kernels.verify_attn import verify_attn
 from ddtree_numba.viz import element_reads
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SHAPE = "(1,33,64,2048) bf16"
+"""Requests, tree rows, heads and prefix of `attention_times`."""
 
 
 def weigh(score: Any, top: Any) -> Any:
@@ -51,5 +60,40 @@ def count_reads(
     return out, reads[:, :d_latent]
 
 
-def attention_times(where: str) -> None:
-    print("No GPU here, and data/bench holds no recorded run yet.")
+def attention_times(where: str) -> pd.DataFrame | None:
+    """Times of every version of verify_attn at `SHAPE`, and a line on their origin.
+
+    Parameters
+    ----------
+    where : {"gpu", "emulator"}
+        On a GPU they are measured now, else they come from ``data/bench/bench.csv``.
+
+    Returns
+    -------
+    pandas.DataFrame or None
+        As `ddtree_numba.bench.bench` makes it, a row a version; None if nothing was
+        recorded.
+    """
+    from ddtree_numba import bench
+
+    recorded = data_path("bench", bench.FINISHED)
+    if where == "gpu":
+        with tempfile.TemporaryDirectory() as folder:
+            rows = bench.bench(Path(folder), stages=["verify_attn"], shapes="quick")
+        origin = "measured just now"
+    elif recorded.exists():
+        rows = bench.load(recorded)
+        origin = "recorded"
+    else:
+        print("No GPU here, and no recorded run in data/bench.")
+        return None
+    of_us = (rows["stage"] == "verify_attn") & (rows["peer"] == "")
+    burst = (rows["regime"] == "burst") & (rows["memory"] == "warm")
+    timed = (rows["status"] == "ok") & (rows["shape"] == SHAPE)
+    rows = rows[of_us & burst & timed]
+    machine = rows[["card", "driver", "numba_cuda", "date"]].iloc[0]
+    print(
+        f"{SHAPE}, {origin}: {machine['card']}, driver {machine['driver']}, "
+        f"numba-cuda {machine['numba_cuda']}, {machine['date']}"
+    )
+    return rows

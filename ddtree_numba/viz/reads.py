@@ -10,9 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from ddtree_numba.viz.style import BLUE, GREEN, ORANGE, VERMILLION
+from ddtree_numba.viz.style import BLUE, GREEN, ORANGE, SKY, VERMILLION
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from ddtree_numba.emulator import Report
 
 CUES = (
@@ -120,6 +122,39 @@ def reads_figure(
         "only for the rows that see them."
     )
     return figure, alt_text
+
+
+def times_figure(rows: pd.DataFrame) -> tuple[Figure, str]:
+    """Draw the time of every version on one shape.
+
+    Parameters
+    ----------
+    rows : pandas.DataFrame
+        A row a version, with the columns of `ddtree_numba.bench.bench`.
+
+    Returns
+    -------
+    figure, alt_text
+    """
+    rows = rows.sort_values("us", ascending=False)
+    shape, card = rows["shape"].iloc[0], rows["card"].iloc[0]
+    height = 1.3 + 0.42 * len(rows)
+    figure = Figure(figsize=(8.2, height), layout="constrained", facecolor="white")
+    ax = figure.subplots()
+    bars = ax.barh(rows["version"], rows["us"], color=SKY, edgecolor="black")
+    labels = [
+        f"{us:,.{0 if us >= 100 else 1}f} µs, {tflops:.3g} TFLOP/s"
+        for us, tflops in zip(rows["us"], rows["tflops"], strict=True)
+    ]
+    ax.bar_label(bars, labels, padding=4)
+    ax.set_xscale("log")
+    ax.set_xlim(rows["us"].min() / 2, 12 * rows["us"].max())
+    ax.invert_yaxis()
+    ax.set_xlabel("µs, the shorter the better (logarithmic)")
+    ax.set_title(f"verify_attn, (B, N, H, S) = {shape}, {card}", fontsize=10)
+    ax.spines[["right", "top"]].set_visible(False)
+    texts = [f"{v} {text}" for v, text in zip(rows["version"], labels, strict=True)]
+    return figure, f"Times of verify_attn at {shape} on {card}: {'; '.join(texts)}."
 
 
 def _log_axis(ax: Axes, label: str) -> None:
