@@ -34,8 +34,8 @@ TINY = ModelConfig(
 # Sums of float64 in another order.
 SAME = {"rtol": 1e-12, "atol": 1e-12}
 # Cache rows and logits are float32, and attention sums in float32: a few roundings of
-# numbers up to 10, and of what follows from them.
-CLOSE = {"rtol": 1e-5, "atol": 2e-5}
+# numbers up to 10, and what the layers behind make of them.
+CLOSE = {"rtol": 1e-5, "atol": 6e-5}
 
 
 def normal(*shape, seed=0):
