@@ -32,6 +32,12 @@ What is emulated
 - A kernel's own intrinsics, by the `emulation` that they bring: tensor cores, copies
   that arrive later (`ddtree_numba.kernels.ptx`). A copy arrives at the wait and not
   before; it counts as one read and as two writes, at the request and at the wait.
+- What works beside the lanes on Hopper (`hopper`): named barriers, mbarriers, copies in
+  bulk by tensor map (TMA; 128-byte swizzle or none), warpgroup products (`wgmma`,
+  bfloat16, 128-byte swizzle). A box arrives when no lane can go on without it, sums
+  when a lane waits for them: as late as is allowed. `hopper.tensor_map` makes the maps.
+- Blocks one after another; but while a block waits for a counter in global memory
+  (`hopper.wait_for_at_least`), the others run.
 
 What is reported
 ----------------
@@ -41,15 +47,21 @@ whose mask names lanes that do not come or not its caller, lanes that spin for e
 impossible launch; memory that is used while a copy from or to it is on its way, wide
 accesses to misaligned addresses; an integer divided by zero (on a GPU silently 0, or
 inf for ``/``), and a literal float by one, as a ``s = 0.0`` that nothing was added to.
-Each names kernel, source line, block and lane.
+Of what works beside the lanes: a phase of an mbarrier that is never over (with its
+count and missing bytes), a named barrier that warps miss; sums and operands of `wgmma`
+that are touched before the wait; stores that no proxy fence made visible to it, and
+registers that no `wgmma.fence` did; lanes of a warpgroup at different products; a block
+that ends before all this is done. Each names kernel, source line, block and lane.
 
 With ``trace=True`` (about 3 times slower), of global and shared memory:
 
 - `races`. Two accesses to a common byte race when at least one writes, they are not
-  both atomic, and neither a block barrier nor a `syncwarp` of both lanes lies between
-  them; shuffles and votes order nothing (as the CUDA guide says); between blocks
-  nothing does. Races are found from this order, not from the values, so one run in any
-  lane order shows them, as far as the input makes the kernel take that path.
+  both atomic, and neither a block barrier nor a chain of `syncwarp`, named barriers,
+  mbarriers and waits for products lies between them; shuffles and votes order nothing
+  (as the CUDA guide says); between blocks nothing does. What copies in bulk write and
+  products read are accesses too. Races are found from this order, not from the values,
+  so one run in any lane order shows them, as far as the input makes the kernel take
+  that path.
 - `memory`: by source line and array the requests of warps, the 32-byte sectors that one
   costs in global memory, the bank conflicts in shared memory. Lanes run one after
   another here; their n-th times at an instruction, between two block barriers, are
@@ -77,6 +89,8 @@ What a clean run does not establish
   and then shifts right or compares needs ``h = int64(h * prime)``.
 - Speed, register use, caches. `memory` counts what the source asks for: the compiler
   keeps values in registers and may join loads.
+- Proxy fences: one by any lane makes all stores so far visible to `wgmma` and copies.
+  A trace does not hold what copies in bulk read, nor who may change a tensor meanwhile.
 - Memory ordering: writes are visible at once. Patterns that order blocks or lanes by
   fences and flags run, but a trace calls them races. A loop that waits for another
   lane must let it run: by `cas`, `compare_and_swap` or `exch`, or `nanosleep`. A loop
