@@ -15,7 +15,7 @@ from ddtree_numba.viz.masks import mask_figure, round_figure
 from ddtree_numba.viz.memory import memory_figure
 from ddtree_numba.viz.online import online_figure
 from ddtree_numba.viz.payoff import accepted_figure, speedup_figure
-from ddtree_numba.viz.reads import element_reads, reads_figure
+from ddtree_numba.viz.reads import element_reads, reads_figure, times_figure
 from ddtree_numba.viz.show import show
 from ddtree_numba.viz.sums import sums_figure
 from ddtree_numba.viz.sweep import sweep_figure
@@ -48,5 +48,6 @@ __all__ = [
     "speedup_figure",
     "sweep_figure",
     "timeline_figure",
+    "times_figure",
     "tree_figure",
 ]
