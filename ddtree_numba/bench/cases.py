@@ -62,8 +62,8 @@ LAYERS = {"full": (1, 61), "quick": (61,), "tiny": (1,)}
 ROUNDS = {"full": (61, 8192), "quick": (61, 2048), "tiny": (1, 96)}
 """Layers and prefix length of a whole round."""
 
-GENERAL = ("simple", "split")
-"""Versions of `verify_attn` without tensor cores: not timed under load."""
+LOADED = ("mma", "wgmma")
+"""Versions of `verify_attn` that heat the card enough to be timed under load too."""
 MEMORY_BOUND = 200.0
 """FLOP a byte, under which memory and not arithmetic sets the time."""
 COLD_SETS = 64  # at most
@@ -276,7 +276,7 @@ def _attention(shape: tuple[int, int, int, int], with_peers: bool) -> Iterator[C
     for memory in ("warm", "cold") if memory_bound else ("warm",):
         for label, options in _attention_versions():
             prepare = partial(_own_attention, shape, options, memory)
-            loaded = label not in GENERAL and memory == "warm"
+            loaded = label in LOADED and memory == "warm"
             yield Case("verify_attn", label, name, work, prepare, memory, loaded)
         for peer in peers.ATTENTION if with_peers else ():
             prepare = partial(_peer_attention, shape, peer, memory)
@@ -321,7 +321,7 @@ def _peer_attention(
     peer_version = peer.version()
     problem = attention_problem(shape)
     if not peer.takes_trees:
-        problem = problem.with_chain()
+        problem = problem.with_chain
     count = cold_sets(problem.kv_cache.nbytes) if memory == "cold" else 1
     prepared = [peer.prepare(problem) for _ in range(count)]
     for one in prepared:
@@ -346,7 +346,7 @@ def _logits_to_tree(batch: int, n_draft_nodes: int, with_peers: bool) -> Iterato
                 Work(nbytes=nbytes),
                 prepare,
                 memory,
-                dtype == "bf16",
+                (dtype, memory) == ("bf16", "warm"),
                 "topk, tree_build",
             )
         if with_peers and dtype == "bf16":
@@ -421,7 +421,7 @@ def _after_target(layers: int) -> Iterator[Case]:
             Work(nbytes=nbytes),
             prepare,
             memory,
-            True,
+            memory == "warm",
             "argmax, tree_accept, kv_compact",
         )
 

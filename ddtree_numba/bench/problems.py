@@ -58,6 +58,7 @@ class AttentionProblem:
         bits = np.unpackbits(self.visibility.view(np.uint8), axis=2, bitorder="little")
         return bits[:, :, : self.q.shape[1]].astype(bool)
 
+    @functools.cached_property
     def with_chain(self) -> AttentionProblem:
         """The same with a chain for a tree: what a causal kernel computes."""
         batch, n = self.q.shape[:2]

@@ -30,7 +30,7 @@ REPLAY_US = 400.0
 MOST_ROUNDS = 64
 SLOW_US = 20_000.0
 """Work that takes longer is timed three times, as it comes."""
-REST_SECONDS = 0.2
+REST_SECONDS = 0.1
 LOAD_SECONDS = 1.0
 
 

@@ -111,6 +111,7 @@ def _name_intensities(ax: Axes, intensity: pd.Series, shapes: pd.Series) -> None
     for x, names in places.items():
         text = "\n".join(name.removesuffix(" bf16") for name in names)
         ax.text(x, 1.25 * top, text, rotation=90, ha="center", fontsize=8)
+    ax.set_yticks([tick for tick in ax.get_yticks() if tick <= top])
     ax.set_ylim(top=20 * top)
 
 
