@@ -1,8 +1,5 @@
 """The benchmark refuses what is wrong or no GPU, counts right, and loses no row."""
 
-import dataclasses
-from functools import partial
-
 import numpy as np
 import pytest
 
