@@ -7,7 +7,7 @@ import pytest
 from conftest import GPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numba import cuda, float32, float64, int32, uint32
+from numba import cuda, float32, float64, int32, int64, uint32
 from random_trees import CAT, DOG, SAT, THE, worked_example
 
 from ddtree_numba import backend, bf16
@@ -320,7 +320,7 @@ def test_the_parallel_version_does_it_alone(alone, monkeypatch, span, digits):
     assert_same(tree, tree_build(log_probs, tokens, 70, executor="numpy"))
 
 
-@pytest.mark.parametrize(("name", "size"), [("POOL", 41), ("SORTED", 64)])
+@pytest.mark.parametrize(("name", "size"), [("POOL", 41), ("SORTED", 80)])
 def test_more_ties_than_there_is_room_for(monkeypatch, name, size):
     """All prefixes tie, so none can be left out before all are in the pool."""
     monkeypatch.setattr(tree_build_module, name, size)
@@ -484,7 +484,7 @@ def test_no_race_in_any_order_of_the_lanes(order):
     found = DraftTree(**{name: np.empty_like(x) for name, x in vars(expected).items()})
     report = emulate(
         *(tree_build_kernel, 2, 64),
-        *(log_probs, tokens, budgets, 1, 40, roots, 1),
+        *(log_probs, 0, tokens, budgets, 1, 40, roots, 1),
         *vars(found).values(),
         order=order,
         trace=True,
@@ -496,15 +496,16 @@ def test_no_race_in_any_order_of_the_lanes(order):
 @pytest.mark.parametrize("digits", [2, 0], ids=["in-the-pool", "fallback"])
 @pytest.mark.parametrize("order", ["forward", "reverse", "shuffled"])
 def test_no_race_in_the_parallel_version(monkeypatch, order, digits):
-    monkeypatch.setattr(tree_build_module, "SORTED", 64)
+    monkeypatch.setattr(tree_build_module, "SORTED", 80)
     log_probs, tokens = random_candidates(6, (2, 4, 6), digits)
     budgets, roots = np.array([40, 11], np.int32), np.array([8, 9], np.int32)
     expected = tree_build(log_probs, tokens, budgets, root_tokens=roots)
     found = DraftTree(**{name: np.empty_like(x) for name, x in vars(expected).items()})
-    pool, pool_scores = np.empty((2, 5, 500), np.int32), np.empty((2, 500))
+    pool = np.empty((2, 5, 500), np.int32), np.empty((2, 500), np.int64)
     report = emulate(
         *(tree_build_parallel_kernel, 2, 64),
-        *(log_probs, tokens, budgets, 1, 40, roots, 1, pool, pool_scores),
+        *(log_probs, 0, tokens, budgets, 1, 40, roots, 1),
+        *(*pool, np.empty((2, 500))),
         *vars(found).values(),
         order=order,
         trace=True,
@@ -530,8 +531,8 @@ def test_ptx_adds_scores_in_float64_and_needs_no_local_memory(cc):
     i1, i2 = int32[::1], int32[:, ::1]
     table, candidates = float32[:, :, ::1], int32[:, :, ::1]
     outputs = (i2, i2, i2, i2, i2, float32[:, ::1], uint32[:, :, ::1], i1)
-    given = (table, candidates, i1, int32, int32, i1, int32)
-    pool = int32[:, :, ::1], float64[:, ::1]
+    given = (table, int32, candidates, i1, int32, int32, i1, int32)
+    pool = int32[:, :, ::1], int64[:, ::1], float64[:, ::1]
     for kernel, signature in (
         (tree_build_kernel, given + outputs),
         (tree_build_parallel_kernel, given + pool + outputs),

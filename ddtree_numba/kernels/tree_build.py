@@ -14,26 +14,38 @@ Frontier
 Best-first search keeps a frontier of candidates. Taking one as the next row puts two
 others in its place, its first child and its next sibling: neither can score higher. So
 M rows need at most M candidates at a time, and the next row's parent is a row already.
+Slot s of the frontier holds row s's children, one after the other, each the next
+sibling of the one before.
 
-Ties need the candidates' order by rank path, yet no path is ever compared: each
-candidate knows its place in that order. Between a candidate and its next sibling stand
-only the candidate's descendants, none of which is in the frontier before it is taken.
-So its child and its sibling take its place, the child first, and every candidate behind
-moves up by one::
+One warp does this. Lane l holds the best candidate of the slots l, l + 32, …; the best
+of the 32 lanes is the next row. Then one lane looks through its slots again, for the
+next sibling is worse than the row was, and one looks at the new slot, for the child.
 
-    order     0      1      2              0      1        2      3
-    frontier  (0,2)  (1,0)  (2)    take    (0,2)  (1,0,0)  (1,1)  (2)
-                     ^                            child    sibling
+Labels
+------
+Ties are decided by rank path. A path's label is its ranks in a code that keeps their
+order and is short for the paths that matter, from the highest bit on::
+
+    rank    0   1    2    3      4      5      6      7 …
+    code    0   100  101  11000  11001  11010  11011  1110000 …
+
+Lowering some of a path's ranks gives a prefix that is as good and stands before it, so
+among the M best the product of all ranks + 1 is M at most: a label takes a bit a level
+and two for every doubling of M. Up to `EXACT_DEPTH` its 63 bits hold it; of deeper ones
+the ends are cut off, and where labels tie the paths themselves are compared.
 
 Levels
 ------
 All ancestors of one of the M best nodes are among them too. So they are found depth by
-depth: a pool takes the children of its nodes of the depth before. Scores are counted in
-a histogram, and whatever lies in a bin behind that of the M-th best is out: its
-children are not looked at, and since ranks fall, a node's other children behind one
-that is out are out too. Nothing within the bins is decided before the end, when what is
-left, little more than M nodes, is sorted by score and, where scores are equal, by rank
-path. With very many ties too much is left; then the frontier does it.
+depth: a pool takes those children of its nodes of the depth before that score no less
+than a bound. Ranks fall, so a node's children that pass are its first, and a binary
+search counts them; a sum over the block's lanes says where each one's go, and then the
+lanes share the children, not the parents. A histogram of the scores raises the bound to
+the M-th best of what is known: at first of the paths that leave the most probable one
+with their last token, then of the pool. Whatever the histogram cannot tell apart
+remains, so at the end there are little more than M nodes. Their bins put them in order
+but for the few of a bin, which are compared, by label where scores are equal. With very
+many ties there is too much, and the frontier does it.
 
 Versions
 --------
@@ -53,90 +65,67 @@ from numba import cuda
 
 from ddtree_numba import reference
 from ddtree_numba.backend import Place, is_device_array, place, whole_number
+from ddtree_numba.kernels.wide import (
+    FULL_WARP,
+    PIECE,
+    WARP,
+    load_piece,
+    loads_wide,
+    redux_max,
+    redux_min,
+    scan_block,
+)
 from ddtree_numba.tree import WORD_BITS, DraftTree, n_words
 
 MAX_DRAFT_NODES = 1024
 MAX_ROWS = MAX_DRAFT_NODES + 1
 THREADS = 256
-WARP = 32
 LOWEST, HIGHEST = map(float, reference.FLOAT32_RANGE)
-FULL_WARP = 0xFFFFFFFF
-SIBLING, CHILD = 0, 1  # the lanes that put a taken row's two candidates in its place
-NO_ORDER = NO_SLOT = 0xFFFF  # behind every candidate, none of them
+NO_SLOT = 0xFFFF
+RISES, HOLDS_NAN = 1, 2
+NOTHING = -0x7FF00001  # -inf's upper half, as `best_lane` orders scores
+LABEL_BITS = 63
+# A candidate is not taken yet: its last rank may double the product.
+EXACT_DEPTH = LABEL_BITS - 2 * ((2 * MAX_DRAFT_NODES).bit_length() - 1)
 
 VERSIONS = ("auto", "simple", "parallel")
 PARALLEL_THREADS = 512
-# Measured on an H200, L = 15: 45 µs at 64 nodes, whatever the table; parallel 29 to 42,
-# but 170 with many ties. At 256 nodes 200 against 113, with many ties 220 against 600.
 SIMPLE_UP_TO = 64
 POOL = 8192  # nodes in the workspace
-SORTED = 2048  # nodes that are sorted in shared memory, a power of two
+MOST_COUNTED = 4 * POOL  # children that are looked at to raise the bound
+SORTED = 2048  # nodes that are put in order in shared memory
 BINS = 1024
-SPAN = 64.0  # the bins go down to this log-probability at most
-COARSE = 128  # bins to which the limit falls before they are spread again
-PARENT, DEPTH, RANK, BEFORE, ROW = range(5)  # what the pool knows of a node: slots
+SPAN = 64.0  # the bins go down to this log-probability at first
+COARSE = 128  # bins to which the bound falls before they are spread again
+LARGEST_SCALE = 1e30  # of the bins, so that it stays a float32
+PARENT, DEPTH, RANK, ROW, BITS = range(5)  # what the pool knows of a node
 
 
 @cuda.jit(device=True)
-def has_nan(table):
-    """Whether a request's log-probs hold NaN; a block barrier."""
-    found = 0
-    warp, lane = cuda.threadIdx.x // WARP, cuda.threadIdx.x % WARP
-    for position in range(warp, table.shape[0], cuda.blockDim.x // WARP):
-        for rank in range(lane, table.shape[1], WARP):
-            x = table[position, rank]
-            if x != x:
-                found = 1
-    return cuda.syncthreads_or(found) != 0
+def look_through(table, wide):
+    """What is odd of a request's log-probs: `HOLDS_NAN`, `RISES` or above 0, or 0.
 
-
-@cuda.jit(device=True)
-def best_candidate(scores, orders, count, taken_order):
-    """The warp finds the best of `count` candidates, or slot `NO_SLOT` if none is left.
-
-    On the way it makes room for the newest candidate, a child that took the place of
-    its parent: whoever stood there (its new sibling too) or behind moves up by one.
+    A block barrier. It also brings the table near: every step reads from it.
     """
-    best = np.float64(-math.inf)
-    order = np.uint32(NO_ORDER)
-    slot = np.uint32(NO_SLOT)
-    s = np.uint32(cuda.threadIdx.x)
-    while s < count:
-        score = scores[s]
-        own = np.uint32(orders[s])
-        if own >= taken_order and s + np.uint32(1) != count:
-            own += np.uint32(1)
-            orders[s] = own
-        if (score > best) | ((score == best) & (own < order)):
-            best, order, slot = score, own, s
-        s += np.uint32(WARP)
-    mine = best
-    for distance in (16, 8, 4, 2, 1):
-        other = cuda.shfl_xor_sync(FULL_WARP, best, distance)
-        if other > best:
-            best = other
-    if best == -math.inf:  # in every lane alike
-        return best, order, np.uint32(NO_SLOT)
-    tied = cuda.ballot_sync(FULL_WARP, mine == best)
-    if tied & (tied - np.uint32(1)):  # more than one lane
-        lowest = np.int32(order) if mine == best else np.int32(NO_ORDER)
-        for distance in (16, 8, 4, 2, 1):
-            other_order = cuda.shfl_xor_sync(FULL_WARP, lowest, distance)
-            if other_order < lowest:
-                lowest = other_order
-        tied = cuda.ballot_sync(FULL_WARP, mine == best and np.int32(order) == lowest)
-    winner = cuda.ffs(tied) - 1
-    order = np.uint32(cuda.shfl_sync(FULL_WARP, np.int32(order), winner))
-    slot = np.uint32(cuda.shfl_sync(FULL_WARP, np.int32(slot), winner))
-    return best, order, slot
-
-
-@cuda.jit(device=True)
-def score_of(table, parent_score, depth, rank):
-    """Score of a parent's child, -inf if the table ends before it."""
-    if depth > table.shape[0] or rank >= table.shape[1]:
-        return np.float64(-math.inf)
-    return parent_score + np.float64(table[depth - np.uint32(1), rank])
+    tile = cuda.local.array(PIECE, np.float32)
+    found = np.int32(0)
+    pieces = (table.shape[1] + PIECE - 1) // PIECE
+    for p in range(cuda.threadIdx.x, table.shape[0] * pieces, cuda.blockDim.x):
+        position = np.uint32(p) // np.uint32(pieces)
+        start = np.uint32((np.uint32(p) - position * np.uint32(pieces)) * PIECE)
+        row = table[position]
+        load_piece(row, start, wide, tile, 0)
+        above = row[start - np.uint32(1)] if start > 0 else np.float32(0.0)
+        for j in range(PIECE):
+            x = tile[j]
+            if x != x:
+                found |= HOLDS_NAN
+            elif x > above:
+                found |= RISES
+            above = x
+    rises = cuda.syncthreads_or(np.int32(found & RISES)) != 0
+    nan = cuda.syncthreads_or(np.int32(found & HOLDS_NAN)) != 0
+    return (HOLDS_NAN if nan else 0) | (RISES if rises else 0)
 
 
 @cuda.jit(device=True)
@@ -150,56 +139,193 @@ def put_root(rows):
 
 
 @cuda.jit(device=True)
+def child_score(table, parent_score, depth, rank):
+    """Score of a child at a depth, -inf if the table ends before it."""
+    if depth > table.shape[0] or rank >= table.shape[1]:
+        return np.float64(-math.inf)
+    return parent_score + np.float64(table[depth - np.uint32(1), rank])
+
+
+@cuda.jit(device=True)
+def add_rank(label, bits, rank):
+    """A path's label, and its length in bits, when a rank is added to the path.
+
+    Labels are numbers of 63 bits, so that int64 order them; what is longer is cut off.
+    """
+    doublings = np.int64(31) - cuda.clz(np.int32(rank + 1))
+    length = 2 * doublings + 1
+    ones = (np.int64(1) << doublings) - 1
+    code = (ones << (doublings + 1)) | (rank + 1 - (np.int64(1) << doublings))
+    left = LABEL_BITS - bits - length
+    if left >= 0:
+        label |= code << left
+    elif left > -length:
+        label |= code >> -left
+    return label, bits + length
+
+
+@cuda.jit(device=True)
+def path_is_lower(a, a_rank, b, b_rank, rows):
+    """Whether candidate ``(row a, rank)`` stands before another by rank path.
+
+    Neither is the other's ancestor.
+    """
+    _, parents, depths, ranks, _ = rows
+    x, y = np.int32(a), np.int32(b)
+    x_rank, y_rank = np.int32(a_rank), np.int32(b_rank)
+    while x != y:  # up to where both paths have the same parent
+        if depths[x] >= depths[y]:
+            x_rank = np.int32(ranks[x])
+            x = np.int32(parents[x])
+        else:
+            y_rank = np.int32(ranks[y])
+            y = np.int32(parents[y])
+    return x_rank < y_rank
+
+
+@cuda.jit(device=True)
+def slot_is_lower(a, b, frontier, rows):
+    """Whether a slot's candidate stands before another slot's by rank path."""
+    _, ranks, _, labels, bits = frontier
+    label, _ = add_rank(labels[a], bits[a], ranks[a])
+    other, _ = add_rank(labels[b], bits[b], ranks[b])
+    if label != other:
+        return label < other
+    return path_is_lower(a, ranks[a], b, ranks[b], rows)
+
+
+@cuda.jit(device=True)
+def best_of_lane(count, frontier, rows):
+    """The best candidate of a lane's slots below `count`: its score and its slot."""
+    scores = frontier[0]
+    best = np.float64(-math.inf)
+    slot = np.uint32(NO_SLOT)
+    s = np.uint32(cuda.threadIdx.x)
+    while s < count:
+        score = scores[s]
+        if score > best:
+            best, slot = score, s
+        elif score == best and best > -math.inf:
+            if slot_is_lower(s, slot, frontier, rows):
+                slot = s
+        s += np.uint32(WARP)
+    return best, slot
+
+
+@cuda.jit(device=True)
+def lanes_of_least(x, lanes, mine):
+    """Of a ballot's lanes (`mine`: this is one) those with the least unsigned x."""
+    if cuda.popc(lanes) == 1:
+        return lanes
+    least = redux_min(x if mine else np.uint32(0xFFFFFFFF))
+    return cuda.ballot_sync(FULL_WARP, mine and x == least)
+
+
+@cuda.jit(device=True)
+def lane_of_lowest(slot, lanes, frontier, rows):
+    """Of a ballot's lanes the one whose candidate stands first by rank path."""
+    lane = cuda.threadIdx.x
+    mine = lanes >> lane & 1 != 0
+    label = np.int64(0)
+    if mine:
+        _, ranks, _, labels, bits = frontier
+        label, _ = add_rank(labels[slot], bits[slot], ranks[slot])
+    lanes = lanes_of_least(np.uint32(label >> 32), lanes, mine)
+    mine = lanes >> lane & 1 != 0
+    lanes = lanes_of_least(np.uint32(label), lanes, mine)
+    first = cuda.ffs(lanes) - 1
+    if cuda.popc(lanes) == 1:
+        return first
+    for other in range(first + 1, WARP):  # deeper than `EXACT_DEPTH`
+        if lanes >> other & 1:
+            a = cuda.shfl_sync(FULL_WARP, np.int32(slot), other)
+            b = cuda.shfl_sync(FULL_WARP, np.int32(slot), first)
+            if slot_is_lower(a, b, frontier, rows):
+                first = other
+    return first
+
+
+@cuda.jit(device=True)
+def best_lane(best, slot, frontier, rows):
+    """The lane that holds the best of the warp's candidates, -1 if there is none."""
+    # Signed integers order scores: as their bits if positive, reversed if negative. The
+    # upper half mostly tells.
+    bits = cuda.libdevice.double_as_longlong(best)
+    upper = np.int32(bits >> 32)
+    upper ^= (upper >> 31) & 0x7FFFFFFF
+    highest = redux_max(np.int32(upper))
+    if highest == NOTHING:  # in every lane alike
+        return -1
+    mine = upper == highest
+    lanes = cuda.ballot_sync(FULL_WARP, mine)
+    if cuda.popc(lanes) > 1:
+        lower = np.uint32(bits if bits < 0 else ~bits)
+        lanes = lanes_of_least(lower, lanes, mine)
+        if cuda.popc(lanes) > 1:
+            return lane_of_lowest(slot, lanes, frontier, rows)
+    return cuda.ffs(lanes) - 1
+
+
+@cuda.jit(device=True)
 def select_rows(table, budget, frontier, rows):
     """One warp takes the best candidate as the next row until `budget` are taken.
 
-    Fills the rows' arrays from row 1 on and returns how many rows there are. A slot of
-    the frontier holds one candidate after the other, each the next sibling of the one
-    before; row r's first child starts slot r.
+    Fills the rows' arrays from row 1 on and returns how many rows there are.
 
     A lone warp is slow in proportion to its instructions, so rows, slots and ranks are
     unsigned: a signed index costs Numba a test for a negative one.
     """
-    scores, orders, parents, ranks, before = frontier
+    scores, ranks, before, labels, bits = frontier
     row_scores, row_parents, row_depths, row_ranks, row_before = rows
     lane = cuda.threadIdx.x
+    best = np.float64(-math.inf)  # of this lane's slots
+    best_slot = np.uint32(NO_SLOT)
     if lane == 0:
         put_root(rows)
-        orders[0] = 0
-        parents[0] = 0
         ranks[0] = 0
         before[0] = 0
-        scores[0] = score_of(table, row_scores[0], np.uint32(1), np.uint32(0))
-    cuda.syncwarp()  # the first candidate is there before it is read
-    order = np.uint32(NO_ORDER)  # of the row taken last
+        labels[0] = 0
+        bits[0] = 0
+        best = child_score(table, np.float64(0.0), np.uint32(1), np.uint32(0))
+        scores[0] = best
+        if best > -math.inf:
+            best_slot = np.uint32(0)
     row = np.uint32(1)
     while row <= budget:
-        score, order, slot = best_candidate(scores, orders, row, order)
-        if slot == np.uint32(NO_SLOT):  # in every lane alike
+        cuda.syncwarp()  # what the row before has changed is there
+        winner = best_lane(best, best_slot, frontier, rows)
+        if winner < 0:  # in every lane alike
             break
-        parent = np.uint32(parents[slot])
+        score = cuda.shfl_sync(FULL_WARP, best, winner)
+        slot = np.uint32(cuda.shfl_sync(FULL_WARP, np.int32(best_slot), winner))
         rank = np.uint32(ranks[slot])
+        depth = np.uint32(row_depths[slot]) + np.uint32(1)
         previous = before[slot]
-        depth = np.uint32(row_depths[parent]) + np.uint32(1)
-        parent_score = row_scores[parent]
+        sibling = child_score(table, row_scores[slot], depth, rank + np.uint32(1))
+        child = child_score(table, score, depth + np.uint32(1), np.uint32(0))
         cuda.syncwarp()  # every lane has read the slot before it changes
-        if lane == SIBLING:
+        if lane == winner:
+            ranks[slot] = rank + np.uint32(1)
+            before[slot] = row
+            scores[slot] = sibling
+            best, best_slot = best_of_lane(row, frontier, rows)
+        if lane == row % np.uint32(WARP):
             row_scores[row] = score
-            row_parents[row] = parent
+            row_parents[row] = slot
             row_depths[row] = depth
             row_ranks[row] = rank
             row_before[row] = previous
-            ranks[slot] = rank + np.uint32(1)
-            before[slot] = row
-            scores[slot] = score_of(table, parent_score, depth, rank + np.uint32(1))
-        elif lane == CHILD and row < budget:  # the last row's child has no slot
-            orders[row] = order
-            parents[row] = row
-            ranks[row] = 0
-            before[row] = 0
-            scores[row] = score_of(table, score, depth + np.uint32(1), np.uint32(0))
+            if row < budget:  # the last row's child has no slot
+                scores[row] = child
+                ranks[row] = 0
+                before[row] = 0
+                labels[row], bits[row] = add_rank(labels[slot], bits[slot], rank)
+                if child > best:
+                    best, best_slot = child, row
+                elif child == best and best > -math.inf:
+                    if slot_is_lower(row, best_slot, frontier, rows):
+                        best_slot = row
         row += np.uint32(1)
-        cuda.syncwarp()  # the row and its two candidates are there
     return row
 
 
@@ -275,6 +401,7 @@ def write_row(b, i, live, candidates, root_tokens, rooted, rows, tree):
 @cuda.jit
 def tree_build_kernel(
     log_probs,  # [B, L, K] f32
+    wide,  # i32: whether `loads_wide` allows loads of 16 bytes from it
     candidates,  # [B, L, K] i32: their tokens
     n_draft_nodes,  # [B] i32: budgets, cut to 0 … most, if `ragged`
     ragged,  # i32: 0 if n_draft_nodes is not to be read, because all are `most`
@@ -297,10 +424,10 @@ def tree_build_kernel(
     row_ranks = cuda.shared.array(MAX_ROWS, np.uint16)
     row_before = cuda.shared.array(MAX_ROWS, np.uint16)  # previous sibling, or 0
     scores = cuda.shared.array(MAX_DRAFT_NODES, np.float64)
-    orders = cuda.shared.array(MAX_DRAFT_NODES, np.uint16)  # place by rank path
-    slot_parents = cuda.shared.array(MAX_DRAFT_NODES, np.uint16)
     ranks = cuda.shared.array(MAX_DRAFT_NODES, np.uint16)
     before = cuda.shared.array(MAX_DRAFT_NODES, np.uint16)
+    labels = cuda.shared.array(MAX_DRAFT_NODES, np.int64)  # of the row, not the slot's
+    bits = cuda.shared.array(MAX_DRAFT_NODES, np.uint16)
     live = cuda.shared.array(1, np.int32)
     b = cuda.blockIdx.x
     table = log_probs[b]
@@ -308,10 +435,10 @@ def tree_build_kernel(
     links = next_token, next_sibling
     tree = (token_ids, parents, depths, *links, row_log_probs, visibility)
     budget = start_request(b, n_draft_nodes, ragged, most, *links, visibility)
-    if has_nan(table):
+    if look_through(table, wide) & HOLDS_NAN:
         budget = 0
     if cuda.threadIdx.x < WARP:
-        frontier = scores, orders, slot_parents, ranks, before
+        frontier = scores, ranks, before, labels, bits
         count = select_rows(table, np.uint32(budget), frontier, rows)
         if cuda.threadIdx.x == 0:
             live[0] = count
@@ -327,69 +454,9 @@ def tree_build_kernel(
 
 
 @cuda.jit(device=True)
-def falls(table):
-    """Whether a request's log-probs are 0 or less and fall along K; a block barrier."""
-    found = 1
-    warp, lane = cuda.threadIdx.x // WARP, cuda.threadIdx.x % WARP
-    for position in range(warp, table.shape[0], cuda.blockDim.x // WARP):
-        for rank in range(lane, table.shape[1], WARP):
-            above = table[position, rank - 1] if rank > 0 else np.float32(0.0)
-            if not table[position, rank] <= above:  # NaN does not
-                found = 0
-    return cuda.syncthreads_and(found) != 0
-
-
-@cuda.jit(device=True)
 def bin_of(score, scale):
     """Bin of a score of 0 or less, 0 for the best; never falls as scores fall."""
     return np.int32(min(np.float32(-score) * scale, np.float32(BINS - 1)))
-
-
-@cuda.jit(device=True)
-def find_lane(mine, above, kept):
-    """The lane that holds the `kept`-th node, if every lane holds `mine` of them.
-
-    `above` nodes stand before lane 0. Returns the lane, -1 if there are fewer nodes,
-    and how many stand before it.
-    """
-    lane = cuda.threadIdx.x % WARP
-    upto = mine  # becomes the sum over this lane and those before it
-    distance = 1
-    while distance < WARP:
-        earlier = cuda.shfl_up_sync(FULL_WARP, upto, distance)
-        if lane >= distance:
-            upto += earlier
-        distance *= 2
-    here = above + upto - mine < kept <= above + upto
-    lane = cuda.ffs(cuda.ballot_sync(FULL_WARP, here)) - 1
-    return lane, above + cuda.shfl_sync(FULL_WARP, upto - mine, max(lane, 0))
-
-
-@cuda.jit(device=True)
-def find_limit(histogram, budget):
-    """One warp finds the bin of the `budget`-th best node, or the last bin."""
-    lane = cuda.threadIdx.x
-    count = 0
-    for j in range(BINS // WARP):  # a lane starts at its own bank
-        count += histogram[lane * (BINS // WARP) + (j + lane) % (BINS // WARP)]
-    group, above = find_lane(count, 0, budget)
-    if group < 0:  # in every lane alike
-        return BINS - 1
-    first = group * (BINS // WARP)
-    lane, above = find_lane(histogram[first + lane], above, budget)
-    return first + lane
-
-
-@cuda.jit(device=True)
-def tighten(histogram, budget, limit):
-    """The limit of the nodes counted, for all threads; between block barriers."""
-    cuda.syncthreads()  # everything is counted before the bins are read
-    if cuda.threadIdx.x < WARP:
-        found = find_limit(histogram, budget)
-        if cuda.threadIdx.x == 0:
-            limit[0] = found
-    cuda.syncthreads()  # the limit is found before it is read
-    return limit[0]
 
 
 @cuda.jit(device=True)
@@ -401,206 +468,283 @@ def clear_bins(histogram):
 
 
 @cuda.jit(device=True)
-def put_node(nodes, slot, parent, depth, rank, before):
+def last_bin(counting, budget):
+    """The bin of the `budget`-th best counted, `BINS` if there are fewer.
+
+    For all threads; begins and ends with a block barrier.
+    """
+    histogram, of_warps, cells = counting
+    cuda.syncthreads()  # everything is counted before the bins are read
+    each = BINS // cuda.blockDim.x
+    first = cuda.threadIdx.x * each
+    mine = np.int32(0)
+    for i in range(first, first + each):
+        mine += histogram[i]
+    before, total = scan_block(mine, of_warps)
+    if before < budget <= before + mine:
+        i = first
+        before += histogram[i]
+        while before < budget:
+            i += 1
+            before += histogram[i]
+        cells[0] = i
+    cuda.syncthreads()  # the bin is found before it is read
+    return cells[0] if total >= budget else BINS
+
+
+@cuda.jit(device=True)
+def bound_of(found, scale, bound):
+    """Raise the bound to below a bin, with one more to be safe from rounding."""
+    if found >= BINS - 1:  # the last bin has no end
+        return bound
+    return max(bound, np.float64(np.float32(-(found + 2)) / scale))
+
+
+@cuda.jit(device=True)
+def spread_over(bound):
+    """The scale at which the bins end at a bound."""
+    if bound == -math.inf:
+        return np.float32((BINS - 2) / SPAN)
+    return np.float32(BINS - 2) / np.float32(-bound)
+
+
+@cuda.jit(device=True)
+def count_spines(table, scale, histogram):
+    """Count all paths that follow the best candidates but for their last one."""
+    warp, lane = cuda.threadIdx.x // WARP, cuda.threadIdx.x % WARP
+    for position in range(warp, table.shape[0], cuda.blockDim.x // WARP):
+        spine = np.float64(0.0)
+        for before in range(position):
+            spine += np.float64(table[before, 0])
+        for rank in range(lane, table.shape[1], WARP):
+            score = spine + np.float64(table[position, rank])
+            if score > -math.inf:
+                cuda.atomic.add(histogram, bin_of(score, scale), 1)
+
+
+@cuda.jit(device=True)
+def passing_children(row, score, bound):
+    """How many of a node's children score no less than the bound: its first ones."""
+    # The bound has a bin to spare, so it may be rounded to what a candidate must have.
+    least = np.float32(max(bound - score, LOWEST))
+    low, high = np.uint32(0), np.uint32(row.size)
+    if row[0] < least:
+        return np.int32(0)
+    while low < high:
+        middle = np.uint32((low + high) >> np.uint32(1))
+        if row[middle] >= least:
+            low = np.uint32(middle + np.uint32(1))
+        else:
+            high = middle
+    return np.int32(low)
+
+
+@cuda.jit(device=True)
+def place_of(j, offsets):
+    """The last lane whose children start at j or before."""
+    low, high = np.uint32(0), np.uint32(cuda.blockDim.x)
+    while high - low > 1:
+        middle = np.uint32((low + high) >> np.uint32(1))
+        if offsets[middle] <= j:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@cuda.jit(device=True)
+def put_node(pool, slot, parent, depth, rank):
     """Describe a node of the pool."""
+    nodes, labels, _ = pool
+    label, bits = np.int64(0), np.int64(0)
+    if parent >= 0:
+        label, bits = labels[parent], np.int64(nodes[BITS, parent])
+    labels[slot], nodes[BITS, slot] = add_rank(label, bits, rank)
     nodes[PARENT, slot] = parent
     nodes[DEPTH, slot] = depth
     nodes[RANK, slot] = rank
-    nodes[BEFORE, slot] = before
-    nodes[ROW, slot] = 0
 
 
 @cuda.jit(device=True)
-def count_children(row, score, widest, scale, limit, histogram):
-    """A warp counts a node's children within the limit, among the first `widest`."""
-    for start in range(0, widest, WARP):
-        rank = start + cuda.threadIdx.x % WARP
-        passes = False
-        if rank < widest:
-            child = score + np.float64(row[rank])
-            passes = child > -math.inf and bin_of(child, scale) <= limit
-            if passes:
-                cuda.atomic.add(histogram, bin_of(child, scale), 1)
-        if not cuda.all_sync(FULL_WARP, passes):
-            break  # none behind passes
+def take_children(table, budget, depth, level, state, counting, batch, pool):
+    """Put those children of a level of the pool that pass into the pool.
+
+    `level` is where the level starts and ends; the root, of no slot, is node -1.
+    `state`, and what is returned, is where the pool ends (beyond its size if it is too
+    small), the bound, and the scale of the histogram, which counts what is in the pool.
+    """
+    used, bound, scale = state
+    histogram, of_warps, _ = counting
+    offsets, level_scores = batch
+    scores = pool[2]
+    row = table[depth - 1]
+    for start in range(level[0], level[1], cuda.blockDim.x):
+        parent = start + cuda.threadIdx.x
+        score = np.float64(0.0)
+        if 0 <= parent < level[1]:
+            score = scores[parent]
+        counted = stored = False
+        while not stored:
+            children = np.int32(0)
+            if parent < level[1] and score >= bound:
+                children = passing_children(row, score, bound)
+            before, total = scan_block(children, of_warps)
+            offsets[cuda.threadIdx.x] = before
+            level_scores[cuda.threadIdx.x] = score
+            cuda.syncthreads()  # the children's places are there before they are read
+            stored = used + total <= scores.size
+            if not stored and (counted or total > MOST_COUNTED):
+                return scores.size + 1, bound, scale
+            for j in range(cuda.threadIdx.x, total, cuda.blockDim.x):
+                i = place_of(j, offsets)
+                rank = j - offsets[i]
+                child = level_scores[i] + np.float64(row[rank])
+                if not counted:
+                    cuda.atomic.add(histogram, bin_of(child, scale), 1)
+                if stored:
+                    scores[used + j] = child
+                    put_node(pool, used + j, start + i, depth, rank)
+            # Its barriers also order the pool, and the places while they are read.
+            bound = bound_of(last_bin(counting, budget), scale, bound)
+            counted = True
+        used += total
+    return used, bound, scale
 
 
 @cuda.jit(device=True)
-def add_children(row, slot, score, depth, scale, limit, used, nodes, scores):
-    """A warp adds a node's children within the limit to the pool."""
-    lane = cuda.threadIdx.x % WARP
-    before = -1
-    for start in range(0, row.size, WARP):
-        rank = start + lane
-        child = np.float64(-math.inf)
-        if rank < row.size:
-            child = score + np.float64(row[rank])
-        passes = child > -math.inf and bin_of(child, scale) <= limit
-        passing = cuda.ballot_sync(FULL_WARP, passes)
-        base = 0
-        if lane == 0:
-            base = cuda.atomic.add(used, 0, cuda.popc(passing))
-        base = cuda.shfl_sync(FULL_WARP, base, 0)
-        at = base + lane  # those that pass are the lowest lanes
-        if passes and at < scores.size:
-            scores[at] = child
-            put_node(nodes, at, slot, depth, rank, at - 1 if lane > 0 else before)
-        before = base + WARP - 1
-        if not cuda.all_sync(FULL_WARP, passes):
-            break  # none behind passes
+def count_pool(end, bound, scale, histogram, scores):
+    """Count the pool's nodes that score no less than the bound."""
+    clear_bins(histogram)
+    for slot in range(cuda.threadIdx.x, end, cuda.blockDim.x):
+        if scores[slot] >= bound:
+            cuda.atomic.add(histogram, bin_of(scores[slot], scale), 1)
 
 
 @cuda.jit(device=True)
-def collect(table, budget, histogram, cells, nodes, scores):
+def collect(table, budget, counting, batch, pool):
     """Fill the pool with the best nodes, at least `budget` if there are so many.
 
-    Returns how many nodes it holds, or would if it were larger, and the scale and limit
-    that say which of them still count. For all threads; ends with a barrier.
+    Returns how many nodes it holds, more than its size if it is too small, and the
+    bound of those that still count. For all threads; ends with a barrier.
     """
-    used, limit_cell = cells[:1], cells[1:]
-    first, end = 0, min(budget, table.shape[1])
-    span = np.float32(SPAN)
-    if end == budget:
-        span = min(span, max(-table[0, end - 1], np.float32(1e-3)))
-    scale = np.float32(BINS - 2) / span
+    histogram, scores = counting[0], pool[2]
+    bound = np.float64(-math.inf)
+    scale = spread_over(bound)
     clear_bins(histogram)
-    for rank in range(cuda.threadIdx.x, end, cuda.blockDim.x):
-        scores[rank] = table[0, rank]
-        put_node(nodes, rank, -1, 1, rank, rank - 1)
-        if scores[rank] > -math.inf:
-            cuda.atomic.add(histogram, bin_of(scores[rank], scale), 1)
-    if cuda.threadIdx.x == 0:
-        used[0] = end
-    limit = tighten(histogram, budget, limit_cell)
-    warp, warps = cuda.threadIdx.x // WARP, cuda.blockDim.x // WARP
-    depth = 2
+    count_spines(table, scale, histogram)
+    bound = bound_of(last_bin(counting, budget), scale, bound)
+    scale = spread_over(bound)
+    clear_bins(histogram)
+    first, end = -1, 0
+    depth = 1
     while depth <= table.shape[0] and first < end <= scores.size:
-        row = table[depth - 1]
-        for slot in range(first + warp, end, warps):
-            widest = row.size
-            if depth == 2:
-                # Depth 1 stands in order: (i + 1)(r + 1) nodes are as good as rank r
-                # under the i-th. Those beyond the budget need not be counted.
-                widest = min(widest, budget // (slot + 1))
-            if bin_of(scores[slot], scale) <= limit:
-                count_children(row, scores[slot], widest, scale, limit, histogram)
-        limit = tighten(histogram, budget, limit_cell)
-        for slot in range(first + warp, end, warps):
-            if bin_of(scores[slot], scale) <= limit:
-                score = scores[slot]
-                add_children(row, slot, score, depth, scale, limit, used, nodes, scores)
-        cuda.syncthreads()  # the nodes are in the pool before they are read
-        first, end = end, used[0]
-        if limit < COARSE and end <= scores.size:
-            # Few bins tell the nodes apart: spread what is within the limit over all.
-            coarse, scale = (
-                scale,
-                np.float32(BINS - 2) / (np.float32(limit + 1) / scale),
-            )
-            clear_bins(histogram)
-            for slot in range(cuda.threadIdx.x, end, cuda.blockDim.x):
-                if bin_of(scores[slot], coarse) <= limit:
-                    cuda.atomic.add(histogram, bin_of(scores[slot], scale), 1)
-            limit = BINS - 2
-        cuda.syncthreads()  # all have read `used`; the bins are counted
+        state = (end, bound, scale)
+        level = (first, end)
+        used, bound, scale = take_children(
+            table, budget, depth, level, state, counting, batch, pool
+        )
+        first, end = end, used
+        # Few bins tell the nodes apart: spread what is within the bound over all.
+        if np.float32(-bound) * scale < COARSE and scale < LARGEST_SCALE:
+            if end <= scores.size:
+                scale = spread_over(bound)
+                count_pool(end, bound, scale, histogram, scores)
         depth += 1
-    return end, scale, limit
+    return end, bound
 
 
 @cuda.jit(device=True)
-def gather_nodes(end, scale, limit, used, scores, keys, slots):
-    """Collect the pool's nodes within the limit, in no order, and return their number.
+def order_nodes(end, bound, counting, pool, keys, slots):
+    """Gather the pool's nodes that count, bin by bin, and return their number.
 
-    It may be more than there is room for. For all threads; a block barrier.
+    It may be more than there is room for. Then ``histogram[i]`` is where bin i ends;
+    within a bin there is no order. For all threads; ends with a block barrier.
     """
-    if cuda.threadIdx.x == 0:
-        used[0] = 0
-    cuda.syncthreads()  # the count starts before anyone adds to it
-    for slot in range(cuda.threadIdx.x, end, cuda.blockDim.x):
-        if scores[slot] > -math.inf and bin_of(scores[slot], scale) <= limit:
-            at = cuda.atomic.add(used, 0, 1)
-            if at < keys.size:
-                keys[at] = scores[slot]
-                slots[at] = slot
-    cuda.syncthreads()  # all are collected before they are counted and read
-    return used[0]
+    histogram, of_warps, _ = counting
+    scores = pool[2]
+    scale = spread_over(bound)
+    cuda.syncthreads()  # the histogram was read
+    count_pool(end, bound, scale, histogram, scores)
+    cuda.syncthreads()  # everything is counted before the bins are read
+    each = BINS // cuda.blockDim.x
+    first = cuda.threadIdx.x * each
+    mine = np.int32(0)
+    for i in range(first, first + each):
+        mine += histogram[i]
+    before, total = scan_block(mine, of_warps)
+    for i in range(first, first + each):  # where bin i starts
+        count = histogram[i]
+        histogram[i] = before
+        before += count
+    cuda.syncthreads()  # every start is there before it is counted up
+    if total <= keys.size:
+        for slot in range(cuda.threadIdx.x, end, cuda.blockDim.x):
+            score = scores[slot]
+            if score >= bound:
+                i = cuda.atomic.add(histogram, bin_of(score, scale), 1)
+                keys[i] = score
+                slots[i] = slot
+    cuda.syncthreads()  # all are gathered before they are read
+    return total
 
 
 @cuda.jit(device=True)
-def path_is_lower(a, b, nodes):
-    """Whether node a's rank path stands before node b's."""
-    x, y = np.int32(a), np.int32(b)
-    while nodes[DEPTH, x] > nodes[DEPTH, y]:
-        x = nodes[PARENT, x]
-    while nodes[DEPTH, y] > nodes[DEPTH, x]:
-        y = nodes[PARENT, y]
-    if x == y:
-        return nodes[DEPTH, a] < nodes[DEPTH, b]
-    while nodes[PARENT, x] != nodes[PARENT, y]:
-        x = nodes[PARENT, x]
-        y = nodes[PARENT, y]
-    return nodes[RANK, x] < nodes[RANK, y]
+def place_in_order(i, bound, histogram, pool, keys, slots):
+    """How many nodes come before the i-th that `order_nodes` gathered."""
+    nodes, labels, _ = pool
+    key, slot = keys[i], np.int32(slots[i])
+    own = bin_of(key, spread_over(bound))
+    start = histogram[own - 1] if own > 0 else 0
+    place = start
+    for j in range(start, histogram[own]):
+        if keys[j] > key:
+            place += 1
+        elif keys[j] == key and j != i:
+            other = np.int32(slots[j])
+            if labels[other] < labels[slot]:
+                place += 1
+            elif labels[other] == labels[slot]:  # an ancestor, or cut off: the shorter
+                place += nodes[BITS, other] < nodes[BITS, slot]
+    return place
 
 
 @cuda.jit(device=True)
-def sort_nodes(keys, slots, count, nodes):
-    """Bitonic sort: score falling, ties by rank path."""
-    size = 1
-    while size < count:
-        size *= 2
-    for i in range(count + cuda.threadIdx.x, size, cuda.blockDim.x):
-        keys[i] = -math.inf
-        slots[i] = NO_SLOT
-    width = 2
-    while width <= size:
-        distance = width // 2
-        while distance > 0:
-            cuda.syncthreads()  # the exchange before this one is done
-            for pair in range(cuda.threadIdx.x, size // 2, cuda.blockDim.x):
-                i = 2 * pair - pair % distance
-                other = i + distance
-                mine, its = keys[i], keys[other]
-                swap = mine < its
-                if mine == its and mine > -math.inf:
-                    swap = path_is_lower(slots[other], slots[i], nodes)
-                if swap == (i & width == 0) and (mine != its or mine > -math.inf):
-                    keys[i], keys[other] = its, mine
-                    slots[i], slots[other] = slots[other], slots[i]
-            distance //= 2
-        width *= 2
-    cuda.syncthreads()  # the last exchange is done
-
-
-@cuda.jit(device=True)
-def write_rows(keys, slots, count, nodes, rows):
-    """Turn the best `count` nodes into rows; a block barrier between."""
+def write_rows(count, budget, bound, histogram, pool, keys, slots, rows):
+    """Turn the best of the nodes gathered into rows; block barriers between."""
     row_scores, row_parents, row_depths, row_ranks, row_before = rows
-    for i in range(cuda.threadIdx.x, count, cuda.blockDim.x):
-        nodes[ROW, slots[i]] = i + 1
-    cuda.syncthreads()  # every node's row is known before it is read
+    nodes = pool[0]
     if cuda.threadIdx.x == 0:
         put_root(rows)
     for i in range(cuda.threadIdx.x, count, cuda.blockDim.x):
-        slot = slots[i]
-        row_scores[i + 1] = keys[i]
-        row_depths[i + 1] = nodes[DEPTH, slot]
-        row_ranks[i + 1] = nodes[RANK, slot]
-        parent, previous = nodes[PARENT, slot], nodes[BEFORE, slot]
-        row_parents[i + 1] = nodes[ROW, parent] if parent >= 0 else 0
-        row_before[i + 1] = nodes[ROW, previous] if previous >= 0 else 0
+        row = place_in_order(i, bound, histogram, pool, keys, slots) + 1
+        nodes[ROW, slots[i]] = row
+        if row <= budget:
+            row_scores[row] = keys[i]
+            row_parents[row] = slots[i]  # the node, until all rows are known
+    cuda.syncthreads()  # every node's row is known before it is read
+    for row in range(1 + cuda.threadIdx.x, min(count, budget) + 1, cuda.blockDim.x):
+        slot = np.int32(row_parents[row])
+        parent, rank = nodes[PARENT, slot], nodes[RANK, slot]
+        row_depths[row] = nodes[DEPTH, slot]
+        row_ranks[row] = rank
+        row_parents[row] = nodes[ROW, parent] if parent >= 0 else 0
+        # Children of a node stand side by side in the pool.
+        row_before[row] = nodes[ROW, slot - 1] if rank > 0 else 0
 
 
 @cuda.jit
 def tree_build_parallel_kernel(
     log_probs,  # [B, L, K] f32
+    wide,  # i32: whether `loads_wide` allows loads of 16 bytes from it
     candidates,  # [B, L, K] i32: their tokens
     n_draft_nodes,  # [B] i32: budgets, cut to 0 … most, if `ragged`
     ragged,  # i32: 0 if n_draft_nodes is not to be read, because all are `most`
     most,  # i32: the largest budget, N - 1 or less
     root_tokens,  # [B] i32, if `rooted`
     rooted,  # i32: 0 if root_tokens is not to be read, because they are unknown
-    pool,  # workspace [B, 5, P] i32: a node's PARENT, DEPTH, RANK, BEFORE and ROW
-    pool_scores,  # workspace [B, P] f64
+    nodes,  # workspace [B, 5, P] i32: a node's PARENT, DEPTH, RANK, ROW and BITS
+    labels,  # workspace [B, P] i64
+    scores,  # workspace [B, P] f64
     token_ids,  # out [B, N] i32
     parents,  # out [B, N] i32
     depths,  # out [B, N] i32
@@ -619,10 +763,10 @@ def tree_build_parallel_kernel(
     keys = cuda.shared.array(SORTED, np.float64)
     slots = cuda.shared.array(SORTED, np.uint16)
     histogram = cuda.shared.array(BINS, np.int32)
-    cells = cuda.shared.array(2, np.int32)
-    slot_parents = cuda.shared.array(MAX_DRAFT_NODES, np.uint16)
-    ranks = cuda.shared.array(MAX_DRAFT_NODES, np.uint16)
-    before = cuda.shared.array(MAX_DRAFT_NODES, np.uint16)
+    offsets = cuda.shared.array(PARALLEL_THREADS, np.int32)
+    level_scores = cuda.shared.array(PARALLEL_THREADS, np.float64)
+    of_warps = cuda.shared.array(WARP, np.int32)
+    cells = cuda.shared.array(1, np.int32)
     live = cuda.shared.array(1, np.int32)
     b = cuda.blockIdx.x
     table = log_probs[b]
@@ -630,23 +774,24 @@ def tree_build_parallel_kernel(
     links = next_token, next_sibling
     tree = (token_ids, parents, depths, *links, row_log_probs, visibility)
     budget = start_request(b, n_draft_nodes, ragged, most, *links, visibility)
-    nodes, scores = pool[b], pool_scores[b]
-    end, count = 0, 0
-    regular = falls(table)  # for all threads alike, as all that is asked below
-    if not regular and has_nan(table):
+    pool = nodes[b], labels[b], scores[b]
+    counting, batch = (histogram, of_warps, cells), (offsets, level_scores)
+    odd = look_through(table, wide)  # for all threads alike, as all that is asked below
+    if odd & HOLDS_NAN:
         budget = 0
-    if regular and budget > 0:
-        end, scale, limit = collect(table, budget, histogram, cells, nodes, scores)
-        if end <= scores.size:
-            count = gather_nodes(end, scale, limit, cells, scores, keys, slots)
-    if regular and end <= scores.size and count <= keys.size:
-        sort_nodes(keys, slots, count, nodes)
-        count = min(count, budget)
-        write_rows(keys, slots, count, nodes, rows)
+    # Nodes to put in order, and the bound; too many if the frontier is to do it.
+    count, bound = (0 if budget == 0 else SORTED + 1), np.float64(0.0)
+    if budget > 0 and odd == 0 and table.shape[0] <= EXACT_DEPTH:
+        end, bound = collect(table, budget, counting, batch, pool)
+        if end <= scores.shape[1]:
+            count = order_nodes(end, bound, counting, pool, keys, slots)
+    if count <= SORTED:
+        write_rows(count, budget, bound, histogram, pool, keys, slots, rows)
         if cuda.threadIdx.x == 0:
-            live[0] = count + 1
-    elif cuda.threadIdx.x < WARP:  # too many ties, or nothing that topk gives
-        frontier = keys, slots, slot_parents, ranks, before
+            live[0] = min(count, budget) + 1
+    elif cuda.threadIdx.x < WARP:  # very many ties, or nothing that topk gives
+        halves = slots[: SORTED // 2], slots[SORTED // 2 :]
+        frontier = keys, *halves, labels[b], histogram
         count = select_rows(table, np.uint32(budget), frontier, rows)
         if cuda.threadIdx.x == 0:
             live[0] = count
@@ -756,8 +901,10 @@ def tree_build(
         token_ids = at.full((batch, 1, 1), -1, np.int32)
     if batch:
         absent = at.empty((1,), np.int32)
+        log_probs = at.put(log_probs)
         given = (
-            at.put(log_probs),
+            log_probs,
+            np.int32(loads_wide(log_probs)),
             at.put(token_ids),
             absent if budgets is None else at.put(budgets),
             np.int32(budgets is not None),
@@ -769,11 +916,14 @@ def tree_build(
         if version == "simple":
             at.launch(tree_build_kernel, batch, THREADS, *given, *outputs)
         else:
-            pool = at.empty((batch, 5, POOL), np.int32)
-            pool_scores = at.empty((batch, POOL), np.float64)
+            pool = (
+                at.empty((batch, 5, POOL), np.int32),
+                at.empty((batch, POOL), np.int64),
+                at.empty((batch, POOL), np.float64),
+            )
             at.launch(
                 *(tree_build_parallel_kernel, batch, PARALLEL_THREADS),
-                *(*given, pool, pool_scores, *outputs),
+                *(*given, *pool, *outputs),
             )
     return DraftTree(**{name: at.give(x) for name, x in vars(tree).items()})
 
