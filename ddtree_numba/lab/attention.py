@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -29,9 +29,27 @@ def weigh(score: Any, top: Any) -> Any:
     return np.where(seen, np.exp2(np.where(seen, score, 0.0) - top), 0.0)
 
 
+class Counted(NamedTuple):
+    """What a version of verify_attn gave, and what it asked of the cache.
+
+    Attributes
+    ----------
+    out : float32 [1, N, H, Dc]
+    reads : int64 [S_max, Dc]
+        Reads of every latent element, by all lanes of all blocks.
+    fetched : float
+        Bytes in the 32-byte sectors that these reads touch, request by request, for
+        each byte of the cache: what they would move if nothing were cached.
+    """
+
+    out: np.ndarray
+    reads: np.ndarray
+    fetched: float
+
+
 def count_reads(
     version: str, inputs: tuple, *, sm_scale: float, d_latent: int
-) -> tuple[np.ndarray, np.ndarray]:
+) -> Counted:
     """Run a version of verify_attn in the emulator and count its reads of the cache.
 
     Parameters
@@ -41,12 +59,6 @@ def count_reads(
         q, kv_cache, prefix_lens and visibility of one request.
     sm_scale, d_latent
         As for `ddtree_numba.verify_attn`.
-
-    Returns
-    -------
-    out : float32 [1, N, H, Dc]
-    reads : int64 [S_max, Dc]
-        Reads of every latent element, by all lanes of all blocks.
     """
     with traced() as reports:
         out, _ = verify_attn(
@@ -56,8 +68,12 @@ def count_reads(
             version=version,
             executor="emulator",
         )
-    reads = element_reads(reports[0], "kv_cache", inputs[1].shape[1:])
-    return out, reads[:, :d_latent]
+    kv_cache = inputs[1]
+    reads = element_reads(reports[0], "kv_cache", kv_cache.shape[1:])
+    memory = reports[0].memory
+    rows = memory[(memory["array"] == "kv_cache") & (memory["kind"] == "read")]
+    sectors = (rows["requests"] * rows["sectors"]).sum()
+    return Counted(out, reads[:, :d_latent], 32 * sectors / kv_cache.nbytes)
 
 
 def attention_times(where: str) -> pd.DataFrame | None:
