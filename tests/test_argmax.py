@@ -10,7 +10,11 @@ from numba import cuda, float32, int32, uint16
 
 from ddtree_numba import backend
 from ddtree_numba.emulator import emulate
-from ddtree_numba.kernels.argmax import argmax, argmax_kernel
+from ddtree_numba.kernels.argmax import (
+    argmax,
+    argmax_pick_kernel,
+    argmax_scan_kernel,
+)
 
 INF, NAN = np.inf, np.nan
 
@@ -121,11 +125,15 @@ def test_rows_beyond_two_billion_elements():
 @pytest.mark.parametrize("order", ["forward", "reverse", "shuffled"])
 def test_no_race_in_any_order_of_the_lanes(order):
     rng = np.random.default_rng(1)
-    logits = rng.integers(0, 9, (2, 2, 500)).astype(np.float32)
+    logits = rng.integers(0, 9, (2, 2, 1500)).astype(np.float32)
     n_rows, tokens = np.array([2, 1], np.int32), np.empty((2, 2), np.int32)
-    report = emulate(
-        *(argmax_kernel, 4, 96, logits, n_rows, 1, tokens), order=order, trace=True
-    )
+    spans = np.empty((4, 2), np.float32), np.empty((4, 2), np.int32)
+    options = {"order": order, "trace": True}
+    arguments = (logits, 0, n_rows, 1, *spans)
+    report = emulate(argmax_scan_kernel, (4, 1), 64, *arguments, **options)
+    assert not report.races
+    arguments = (logits, n_rows, 1, *spans, tokens)
+    report = emulate(argmax_pick_kernel, 1, 128, *arguments, **options)
     assert not report.races
     expected = logits.argmax(-1)
     expected[1, 1] = -1
@@ -136,10 +144,15 @@ def test_no_race_in_any_order_of_the_lanes(order):
 @pytest.mark.parametrize("cc", [(8, 0), (9, 0), (12, 0)])
 @pytest.mark.parametrize("dtype", [float32, uint16], ids=str)
 def test_ptx_needs_no_float64_and_no_local_memory(cc, dtype):
-    signature = (dtype[:, :, ::1], int32[::1], int32, int32[:, ::1])
-    ptx = backend.compile_ptx(argmax_kernel, signature, compute_capability=cc)
-    assert ".f64" not in ptx
-    assert ".local" not in ptx
+    logits, spans = dtype[:, :, ::1], (float32[:, ::1], int32[:, ::1])
+    live = int32[::1], int32
+    for kernel, *signature in (
+        (argmax_scan_kernel, logits, int32, *live, *spans),
+        (argmax_pick_kernel, logits, *live, *spans, int32[:, ::1]),
+    ):
+        ptx = backend.compile_ptx(kernel, tuple(signature), compute_capability=cc)
+        assert ".f64" not in ptx
+        assert ".local" not in ptx
 
 
 # ---------------------------------------------------------------------------- bad input

@@ -7,9 +7,13 @@ The id of a row's highest logit, the lowest id on a tie (0.0 and -0.0 tie). Padd
 with nothing but -inf; `tree_accept` then goes no further than that row.
 `ddtree_numba.reference.argmax` is the specification.
 
-Versions
---------
-argmax_kernel    one block a row, which is read once
+Kernels
+-------
+argmax_scan_kernel   a warp a span of 1024 logits: the highest, and the piece of eight
+                     that holds it first
+argmax_pick_kernel   a warp a row: the best span's piece, and the place in it
+
+The rows of one tree are too few to fill a GPU with a block each.
 """
 
 from __future__ import annotations
@@ -22,78 +26,112 @@ from numba import cuda
 
 from ddtree_numba import reference
 from ddtree_numba.backend import place, to_float32
+from ddtree_numba.kernels.wide import (
+    FULL_WARP,
+    PIECE,
+    WARP,
+    load_piece,
+    loads_wide,
+    redux_min,
+)
 
-THREADS = 512
-UNROLL = 8  # elements that a thread loads before it looks at the first
-WARP = 32
-FULL_WARP = 0xFFFFFFFF
-NOBODY = 0x7FFFFFFF  # larger than every id
+THREADS = 128
+PIECES = 4  # of eight logits, that a lane of the scan holds
+HELD = PIECES * PIECE
+SPAN = WARP * HELD  # logits of a warp
+NOBODY = 0xFFFFFFFF  # behind every piece
 
 
 @cuda.jit(device=True)
-def best_of_warp(best, token):
-    """Highest value and its lowest id over a warp, for every lane of it."""
-    distance = WARP // 2
-    while distance > 0:
-        other_best = cuda.shfl_xor_sync(FULL_WARP, best, distance)
-        other_token = cuda.shfl_xor_sync(FULL_WARP, token, distance)
-        if other_best > best or (other_best == best and other_token < token):
-            best = other_best
-            token = other_token
-        distance //= 2
-    return best, token
+def best_of_warp(best, start):
+    """Highest value of a warp and the lowest start that goes with it."""
+    mine = best
+    for distance in (16, 8, 4, 2, 1):
+        best = cuda.libdevice.fmaxf(best, cuda.shfl_xor_sync(FULL_WARP, best, distance))
+    return best, redux_min(start if mine == best else np.uint32(NOBODY))
 
 
 @cuda.jit
-def argmax_kernel(
+def argmax_scan_kernel(
+    logits,  # [B, N, V] f32, f16 or u16 (bf16 bits)
+    wide,  # i32: whether `loads_wide` allows loads of 16 bytes
+    n_rows,  # [B] i32: live rows, if `ragged`
+    ragged,  # i32: 0 if n_rows is not to be read, because all rows are live
+    tops,  # out [B*N, S] f32: every span's highest logit, NaN if it is bad
+    starts,  # out [B*N, S] i32: where the first piece starts that holds it
+):
+    tile = cuda.local.array(HELD, np.float32)
+    lane = np.uint32(cuda.threadIdx.x % WARP)
+    r = np.uint32(cuda.blockIdx.x)
+    s = np.uint32((cuda.blockIdx.y * THREADS + cuda.threadIdx.x) // WARP)
+    n = np.uint32(logits.shape[1])
+    b = np.uint32(r // n)
+    i = np.uint32(r - b * n)
+    # The whole warp leaves.
+    if s >= tops.shape[1] or (ragged and i >= n_rows[b]):
+        return
+    row = logits[b, i]
+    first = np.uint32(s * SPAN + lane * PIECE)
+    for p in range(PIECES):
+        load_piece(row, first + np.uint32(p * WARP * PIECE), wide, tile, p * PIECE)
+    best = np.float32(-math.inf)
+    start = np.uint32(first)
+    bad = False
+    for p in range(PIECES):
+        x = tile[p * PIECE]
+        for j in range(PIECE):
+            bad |= not tile[p * PIECE + j] < np.float32(math.inf)  # NaN is not either
+            x = cuda.libdevice.fmaxf(x, tile[p * PIECE + j])
+        if x > best:  # a lane's pieces ascend: its first best is the lowest
+            best = x
+            start = np.uint32(first + np.uint32(p * WARP * PIECE))
+    best, start = best_of_warp(best, start)
+    bad = cuda.any_sync(FULL_WARP, bad)
+    if lane == 0:
+        tops[r, s] = np.float32(math.nan) if bad else best
+        starts[r, s] = start
+
+
+@cuda.jit
+def argmax_pick_kernel(
     logits,  # [B, N, V] f32, f16 or u16 (bf16 bits)
     n_rows,  # [B] i32: live rows, if `ragged`
     ragged,  # i32: 0 if n_rows is not to be read, because all rows are live
+    tops,  # [B*N, S] f32
+    starts,  # [B*N, S] i32
     tokens,  # out [B, N] i32
 ):
-    b = cuda.blockIdx.x // tokens.shape[1]
-    i = cuda.blockIdx.x % tokens.shape[1]
-    if ragged and i >= n_rows[b]:  # the whole block leaves
-        if cuda.threadIdx.x == 0:
+    lane = np.uint32(cuda.threadIdx.x % WARP)
+    r = np.uint32(cuda.grid(1) // WARP)
+    if r >= tops.shape[0]:  # the whole warp leaves
+        return
+    n = np.uint32(tokens.shape[1])
+    b = np.uint32(r // n)
+    i = np.uint32(r - b * n)
+    if ragged and i >= n_rows[b]:
+        if lane == 0:
             tokens[b, i] = -1
         return
-    row = logits[b, i]
-    tile = cuda.local.array(UNROLL, np.float32)
     best = np.float32(-math.inf)
-    token = np.int32(NOBODY)
+    start = np.uint32(NOBODY)
     bad = False
-    for start in range(cuda.threadIdx.x, row.size, UNROLL * cuda.blockDim.x):
-        for j in range(UNROLL):
-            at = start + j * cuda.blockDim.x
-            tile[j] = np.float32(-math.inf)
-            if at < row.size:
-                tile[j] = to_float32(row[at])
-        for j in range(UNROLL):
-            x = tile[j]
-            if x != x or x == np.float32(math.inf):
-                bad = True
-            elif x > best:  # a thread's ids grow: its first best is the lowest
-                best = x
-                token = np.int32(start + j * cuda.blockDim.x)
-
-    bests = cuda.shared.array(WARP, np.float32)
-    winners = cuda.shared.array(WARP, np.int32)
-    best, token = best_of_warp(best, token)
-    if cuda.threadIdx.x % WARP == 0:
-        bests[cuda.threadIdx.x // WARP] = best
-        winners[cuda.threadIdx.x // WARP] = token
-    # Orders every warp's best before it is read; and one bad element spoils the row.
-    bad = cuda.syncthreads_or(np.int32(bad)) != 0
-    if cuda.threadIdx.x >= WARP:
+    for s in range(cuda.threadIdx.x % WARP, tops.shape[1], WARP):
+        x, its_start = tops[r, np.uint32(s)], np.uint32(starts[r, np.uint32(s)])
+        bad |= x != x
+        if x > best:  # a lane's spans ascend
+            best, start = x, its_start
+    best, start = best_of_warp(best, start)
+    bad = cuda.any_sync(FULL_WARP, bad)
+    if bad or best == np.float32(-math.inf):
+        if lane == 0:
+            tokens[b, i] = -1
         return
-    best = np.float32(-math.inf)
-    token = np.int32(NOBODY)
-    if cuda.threadIdx.x < cuda.blockDim.x // WARP:
-        best = bests[cuda.threadIdx.x]
-        token = winners[cuda.threadIdx.x]
-    best, token = best_of_warp(best, token)
-    if cuda.threadIdx.x == 0:
-        tokens[b, i] = -1 if bad or token == NOBODY else token
+    at = np.uint32(start + lane)
+    here = lane < PIECE and at < logits.shape[2]
+    x = to_float32(logits[b, i, at if here else start])
+    lanes = cuda.ballot_sync(FULL_WARP, here and x == best)
+    if lane == 0:
+        tokens[b, i] = start + np.uint32(cuda.ffs(lanes) - 1)
 
 
 def argmax(
@@ -148,14 +186,19 @@ def argmax(
         return reference.argmax(given, live, check=checked)
     tokens = at.empty((batch, n), np.int32)
     if batch * n:
+        placed = at.put(given)
+        ragged = np.int32(live is not None)
+        live_rows = at.empty((1,), np.int32) if live is None else at.put(live)
+        spans = -(-vocab // SPAN)
+        tops = at.empty((batch * n, spans), np.float32)
+        starts = at.empty((batch * n, spans), np.int32)
         at.launch(
-            argmax_kernel,
-            batch * n,
-            min(THREADS, -(-vocab // WARP) * WARP),
-            at.put(given),
-            at.empty((1,), np.int32) if live is None else at.put(live),
-            np.int32(live is not None),
-            tokens,
+            *(argmax_scan_kernel, (batch * n, -(-spans * WARP // THREADS)), THREADS),
+            *(placed, np.int32(loads_wide(placed)), live_rows, ragged, tops, starts),
+        )
+        at.launch(
+            *(argmax_pick_kernel, -(-batch * n * WARP // THREADS), THREADS),
+            *(placed, live_rows, ragged, tops, starts, tokens),
         )
     tokens = at.give(tokens)
     if checked and (tokens[_live_rows(n, live)] < 0).any():
