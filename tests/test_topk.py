@@ -73,7 +73,7 @@ def small_constants(monkeypatch):
 @EVERY_DTYPE
 @EVERY_VERSION
 @pytest.mark.parametrize(
-    ("vocab", "k"), [(1, 1), (3, 4), (31, 2), (33, 33), (150, 16)], ids=str
+    ("vocab", "k"), [(1, 1), (3, 4), (31, 2), (33, 33), (150, 16), (150, 40)], ids=str
 )
 def test_small_rows_equal_brute_force(executor, version, cast, vocab, k):
     rng = np.random.default_rng(vocab)

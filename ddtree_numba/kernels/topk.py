@@ -564,7 +564,7 @@ def topk_pick_kernel(
         chunks[i] = n - 1 - (codes[i] & ((np.int64(1) << chunk_bits) - 1))
 
     # Their tokens that are as good as the K-th chunk's best, at least K of them.
-    low = low >> chunk_bits << id_bits
+    low = low >> chunk_bits << id_bits if n >= kept else 0
     high = ((order_of(top) >> key_shift) + 1) << id_bits
     pieces = n_chunks << chunk_log
     source = (row, wide, chunks, chunk_log, pieces, key_shift, id_bits)
