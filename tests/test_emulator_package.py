@@ -91,7 +91,7 @@ def run_split_verify_attn(rng, executor="emulator"):
 STAGES = {
     run_topk: {"topk_kernel"},
     run_chunks_topk: {"topk_scan_kernel", "topk_pick_kernel"},
-    run_argmax: {"argmax_kernel"},
+    run_argmax: {"argmax_scan_kernel", "argmax_pick_kernel"},
     run_tree_build: {"tree_build_kernel"},
     run_parallel_tree_build: {"tree_build_parallel_kernel"},
     run_tree_accept: {"tree_accept_kernel"},
