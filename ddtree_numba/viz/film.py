@@ -14,16 +14,17 @@ from matplotlib.figure import Figure
 
 from ddtree_numba.viz.show import with_palette
 
-# matplotlib's buttons are icons of a font that it fetches from a server.
+# matplotlib's buttons are icons of a font that it fetches from a server; these signs
+# are in every font.
 _ICONS = {
     "fa-minus": "−",
-    "fa-fast-backward": "⏮",
+    "fa-fast-backward": "|◂",
     "fa-step-backward": "◂",
     "fa-play fa-flip-horizontal": "◀",
-    "fa-pause": "⏸",
+    "fa-pause": "||",
     "fa-play": "▶",
     "fa-step-forward": "▸",
-    "fa-fast-forward": "⏭",
+    "fa-fast-forward": "▸|",
     "fa-plus": "+",
 }
 
