@@ -1,5 +1,7 @@
 """The benchmark refuses what is wrong or no GPU, counts right, and loses no row."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
