@@ -186,13 +186,14 @@ def load_piece(row, start, wide, tile, at):
     row : float32, float16 or uint16 (bf16 bits) [V]
     wide : whether `loads_wide` allows it; then `start` is a multiple of 8
     """
+    first = np.uint32(start)  # beside a uint64 the size would become float64
     if wide:
-        inside = start < row.size
-        values = load_8(row, np.uint32(start) if inside else np.uint32(0))
+        inside = first < row.size
+        values = load_8(row, first if inside else np.uint32(0))
         for j in range(PIECE):
             tile[at + j] = values[j] if inside else np.float32(-math.inf)
     else:
         for j in range(PIECE):
-            i = start + j
-            x = to_float32(row[i if i < row.size else 0])
+            i = np.uint32(first + np.uint32(j))
+            x = to_float32(row[i if i < row.size else np.uint32(0)])
             tile[at + j] = x if i < row.size else np.float32(-math.inf)
