@@ -275,4 +275,6 @@ def _write_cover(picture: bytes, path: Path) -> None:
     height = round(image.height * COVER_WIDTH / image.width)
     small = image.resize((COVER_WIDTH, height), Image.Resampling.LANCZOS)
     path.parent.mkdir(exist_ok=True)
-    small.quantize(64).save(path, optimize=True)
+    # Small areas of a colour keep it: it means something.
+    few = small.quantize(96, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few.save(path, optimize=True)
