@@ -107,6 +107,9 @@ def attention_times(where: str) -> pd.DataFrame | None:
     burst = (rows["regime"] == "burst") & (rows["memory"] == "warm")
     timed = (rows["status"] == "ok") & (rows["shape"] == SHAPE)
     rows = rows[of_us & burst & timed]
+    if rows.empty:
+        print(f"The run that was {origin} has no row of {SHAPE}.")
+        return None
     machine = rows[["card", "driver", "numba_cuda", "date"]].iloc[0]
     print(
         f"{SHAPE}, {origin}: {machine['card']}, driver {machine['driver']}, "
