@@ -1083,10 +1083,7 @@ def wgmma_m64n256k16_bf16(typingctx, acc, a, a_offset, b, b_offset):
 
 @intrinsic
 def wgmma_m64n256k16_bf16_from_registers(typingctx, acc, a, first, b, b_offset):
-    """``wgmma.fence``, and the same `wgmma` with A in registers: acc += a @ b.
-
-    The fence is part of it, because the compiler may move what writes A's registers
-    past one that stands alone.
+    """The same `wgmma` with A in registers: acc += a @ b.
 
     acc : 128 float32; changed
     a, first : a local array of uint32, and the first of the 4 that are a 64x16 matrix

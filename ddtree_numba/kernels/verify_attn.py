@@ -35,6 +35,8 @@ split_kernel   one block a tile of `ROWS` packed rows (row and head) and a split
 merge_kernel   brings the splits together
 mma            `ddtree_numba.kernels.verify_attn_mma`: bfloat16 on tensor cores, with
                weights rounded to bfloat16; for 512 + 64 columns, sm_80 or later
+wgmma          `ddtree_numba.kernels.verify_attn_wgmma`: the same with what compute
+               capability 9.0 has for it
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ from ddtree_numba.backend import (
 from ddtree_numba.tree import n_words
 
 MAX_SCALE = 1e30  # its product with a score must not leave float32's range
-VERSIONS = ("auto", "simple", "split", "mma")
+VERSIONS = ("auto", "simple", "split", "mma", "wgmma")
 WARP = 32
 FULL_WARP = 0xFFFFFFFF
 LN_2 = np.float32(math.log(2))
@@ -723,6 +725,7 @@ def verify_attn(
     d_latent: int,
     version: str = "auto",
     n_splits: int | None = None,
+    exact_max: bool = False,
     executor: str | None = None,
 ) -> tuple[Any, Any]:
     """Tree-masked MLA attention in absorbed form.
@@ -734,7 +737,7 @@ def verify_attn(
         "simple" want them C-contiguous.
     kv_cache : same dtype [B, S_max, D]
         ``c_kv ‖ k_rope``; tree row i's own row is ``prefix_lens[b] + i``. Any strides;
-        for "mma" rows that start at multiples of 16 bytes.
+        for "mma" and "wgmma" rows that start at multiples of 16 bytes.
     prefix_lens : int32 [B]
     visibility : uint32 [B, N, ceil(N/32)]
         A row without any bit is padding and sees nothing, not even the prefix.
@@ -742,12 +745,19 @@ def verify_attn(
         The model's softmax scale; not ``D ** -0.5``.
     d_latent : int
         Dc, at most D; the first Dc columns of a cache row are its value.
-    version : {"auto", "simple", "split", "mma"}
-        Which kernel; "auto" is "split". "mma" takes bfloat16 with D = 576 and Dc = 512.
+    version : {"auto", "simple", "split", "mma", "wgmma"}
+        Which kernel. "mma" and "wgmma" take bfloat16 with D = 576 and Dc = 512, "wgmma"
+        on compute capability 9.0 alone and with `sm_scale` above 0. "auto" is "wgmma"
+        where it can run, else "split".
     n_splits : int, optional
         Parts of the keys that blocks of one row tile work on side by side ("simple" has
         none); if omitted, as many as keep the card busy at a prefix that fills the
         cache.
+    exact_max : bool
+        Whether "wgmma" keeps every row's running maximum as the reference of its
+        weights. By default the reference moves only when a score passes it by a factor
+        of 2^8, which is faster; weights then round to bfloat16 relative to another
+        power of 2, so results differ in the last bits. Other versions are always exact.
     executor : {"gpu", "emulator", "numpy"}, optional
 
     Returns
@@ -792,17 +802,30 @@ def verify_attn(
         verify_attn_mma.check_kind(q, d_latent)
     if not at.on_device:
         _check_fit(prefix_lens, visibility, kv_cache.shape[1])
+    inputs = [at.put(x) for x in (q, kv_cache, prefix_lens, visibility)]
+    if version == "wgmma" or (version == "auto" and at.executor == "gpu"):
+        problem = verify_attn_wgmma.problem(
+            at, inputs[0], inputs[1], sm_scale, d_latent
+        )
+        if problem is None:
+            version = "wgmma"
+        elif version == "wgmma":
+            raise problem
     if at.executor == "numpy":
         return reference.verify_attn(
             q, kv_cache, prefix_lens, visibility, sm_scale=sm_scale, d_latent=d_latent
         )
-    inputs = [at.put(x) for x in (q, kv_cache, prefix_lens, visibility)]
     out = at.empty((batch, n, heads, d_latent), np.float32)
     lse = at.empty((batch, n, heads), np.float32)
     if version == "simple":
         _run_simple(at, inputs, sm_scale, out, lse)
     elif version == "mma":
         _run_mma(at, inputs, sm_scale, n_splits, out, lse)
+    elif version == "wgmma":
+        scale, processors = _scale_pair(sm_scale)[0], _multiprocessors(at)
+        verify_attn_wgmma.run(
+            at, inputs, scale, n_splits, exact_max, processors, out, lse
+        )
     else:
         _run_split(at, inputs, sm_scale, n_splits, out, lse)
     return at.give(out), at.give(lse)
@@ -986,5 +1009,5 @@ def choose_splits(
     return min(range(1, max(tiles, 1) + 1), key=cost)
 
 
-# It takes its pieces from this module.
-from ddtree_numba.kernels import verify_attn_mma  # noqa: E402
+# They take their pieces from this module.
+from ddtree_numba.kernels import verify_attn_mma, verify_attn_wgmma  # noqa: E402

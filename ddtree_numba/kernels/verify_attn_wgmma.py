@@ -1,0 +1,1291 @@
+"""verify_attn with Hopper's `wgmma`, TMA and mbarriers: bfloat16, 512 + 64 columns.
+
+Contract and maths are those of `ddtree_numba.kernels.verify_attn`; as in its `mma`
+version, products are bfloat16 with float32 sums, and weights are rounded to bfloat16
+before they meet the values. Needs compute capability 9.0 (target sm_90a).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import config, cuda
+
+from ddtree_numba.backend import Place
+from ddtree_numba.kernels.ptx import (
+    bar_arrive,
+    bar_red_or,
+    bar_sync,
+    cp_async_bulk_tensor_3d,
+    cvt_rn_bf16x2,
+    ex2_approx,
+    fence_mbarrier_init,
+    fence_proxy_async,
+    fence_proxy_tensormap,
+    mbarrier_arrive,
+    mbarrier_arrive_expect_tx,
+    mbarrier_init,
+    mbarrier_wait,
+    setmaxnreg_dec,
+    setmaxnreg_inc,
+    st_global_v2_f32,
+    stmatrix_x4,
+    wgmma_commit_group,
+    wgmma_descriptor,
+    wgmma_fence,
+    wgmma_m64n64k16_bf16,
+    wgmma_m64n256k16_bf16,
+    wgmma_m64n256k16_bf16_from_registers,
+    wgmma_wait_group,
+)
+from ddtree_numba.kernels.verify_attn import (
+    FULL_WARP,
+    LN_2,
+    MINUS_INF,
+    ZERO,
+    is_padding,
+    load4,
+    rows_start_at,
+    store4,
+)
+
+D, D_LATENT = 576, 512  # columns of a cache row, and those that are its value
+ROWS = 64  # packed rows of a block
+KEYS = 64  # keys of a tile
+GROUP = 128  # threads of a warpgroup
+THREADS = 3 * GROUP  # two that compute, one that loads
+CONSUMERS = 2 * GROUP
+
+# Shared memory: places in elements of 16 bits, …
+PIECE = 64 * 64  # 64 rows of 64 columns
+PIECES = D // 64
+TILE = PIECES * PIECE
+QUERIES = 0
+EVEN, ODD = TILE, 2 * TILE  # the even and the odd tile of a pair
+EVEN_WEIGHTS = 3 * TILE
+ODD_WEIGHTS = ODD + 8 * PIECE  # over the rope columns, which no value needs
+# … in float32 …
+EVEN_TOPS = (EVEN_WEIGHTS + PIECE) // 2
+ODD_TOPS = EVEN_TOPS + ROWS
+TOTALS = ODD_TOPS + ROWS  # of both warpgroups
+# … and in mbarriers. "Arrived" has one for every piece of a tile; "free" says that a
+# warpgroup is done with its half of the values of a tile.
+BARRIERS = (TOTALS + 2 * ROWS) // 2
+EVEN_ARRIVED = BARRIERS
+ODD_ARRIVED = EVEN_ARRIVED + PIECES
+QUERIES_ARRIVED = ODD_ARRIVED + PIECES
+EVEN_LEFT_FREE = QUERIES_ARRIVED + PIECES
+EVEN_RIGHT_FREE = EVEN_LEFT_FREE + 1
+ODD_LEFT_FREE = EVEN_LEFT_FREE + 2
+ODD_RIGHT_FREE = EVEN_LEFT_FREE + 3
+QUERIES_FREE = EVEN_LEFT_FREE + 4
+BARRIERS_END = QUERIES_FREE + 1
+DYNAMIC_SHARED = 8 * BARRIERS_END
+
+# Named barriers (0 is that of the whole block).
+EVEN_READY, ODD_READY, TURN, BOTH, EVEN_ALONE, ODD_ALONE = 1, 2, 3, 4, 5, 6
+
+NO_TOP = np.float32(-1e30)  # finite, so that -inf - NO_TOP is no NaN
+MARGIN = np.float32(8.0)  # in powers of 2; see `raise_top`
+LOADER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # 40 · 128 + 232 · 256 < 65536
+ONE = np.float32(1.0)
+LARGEST = np.float32(3.4028235e38)
+
+MAX_STEP = 1 << 40  # of a tensor map, in bytes
+MAX_UNITS = (1 << 31) - 1
+SPLIT_COST = 8  # what it costs to post and merge a split tile, in tiles of keys
+LEAST = 6  # tiles of keys that are worth a block of their own
+SLICES = 32  # blocks that merge a tile: 256 threads with four sums each
+
+
+class Memory(NamedTuple):
+    """Shared memory, under the types that it is used as."""
+
+    shared: Any  # u16
+    words: Any  # u32
+    floats: Any  # f32
+    barriers: Any  # u64
+
+
+class Thread(NamedTuple):
+    """A thread of a warpgroup that computes."""
+
+    number: Any  # in the warpgroup
+    lane: Any
+    row: Any  # of the row tile; its other one is 8 further
+    t: Any  # lane % 4: of every 8 columns it has 2t and 2t + 1
+    matrix_row: Any  # that it names to `stmatrix`
+
+
+class Request(NamedTuple):
+    """What a thread needs to know of its two rows and their keys."""
+
+    b: Any
+    packed: Any  # the upper row's number in the request
+    heads: Any
+    prefix_len: Any
+    n_keys: Any
+
+
+def device(function: Any) -> Any:
+    """Part of the kernel; its arrays are in registers, so it must not be a call."""
+    return cuda.jit(device=True, forceinline=True)(function)
+
+
+# ----------------------------------------------------------------------------- schedule
+# The tiles of keys of all row tiles of all requests make one long line, request by
+# request and row tile by row tile. It is cut into one part a block.
+
+
+@device
+def extent(prefix_lens, b, room, n_rows):
+    """Prefix length and number of keys, inside the cache whatever was passed."""
+    prefix_len = np.int32(min(max(prefix_lens[b], 0), room))
+    return prefix_len, np.int32(min(prefix_len + n_rows, room))
+
+
+@device
+def key_tiles(prefix_lens, b, room, n_rows):
+    """How many tiles of keys a request has."""
+    _, n_keys = extent(prefix_lens, b, room, n_rows)
+    return np.int32((n_keys + (KEYS - 1)) >> 6)
+
+
+@device
+def divide(a, b):
+    """a // b of counts, in 32 bits."""
+    return np.int32(np.uint32(a) // np.uint32(b))
+
+
+@device
+def survey(prefix_lens, room, n_rows):
+    """Tiles of keys of all requests together, and of the longest."""
+    total, longest = np.int32(0), np.int32(0)
+    for b in range(prefix_lens.size):
+        tiles = key_tiles(prefix_lens, b, room, n_rows)
+        total = np.int32(total + tiles)
+        longest = np.int32(max(longest, tiles))
+    return total, longest
+
+
+@device
+def plan(total, longest, batch, row_tiles, blocks, n_splits):
+    """How many blocks get work, and how many row tiles each if none is cut.
+
+    n_splits : in how many parts a row tile is cut on average; 0 to choose it
+
+    Returns (workers, 0) if the line is cut in even parts, or (workers, row tiles each)
+    where whole row tiles end about as soon: nothing is then posted and merged.
+    """
+    tiles, units = np.int32(batch * row_tiles), np.int32(total * row_tiles)
+    if n_splits > 0:
+        return np.int32(min(blocks, units)), np.int32(0)
+    rounds = divide(tiles + blocks - 1, blocks)
+    if rounds * longest <= divide(units, blocks) + SPLIT_COST:
+        return divide(tiles + rounds - 1, rounds), rounds
+    parts = max(divide(units, LEAST * tiles), 1)
+    return np.int32(min(blocks, tiles * parts)), np.int32(0)
+
+
+@device
+def cut_at(units, worker, workers):
+    """Where a worker's part of the line begins, if the line is cut in even parts."""
+    each = divide(units, workers)
+    rest = np.int32(units - each * workers)
+    return np.int32(each * worker + divide(rest * worker, workers))
+
+
+@device
+def locate(unit, prefix_lens, room, n_rows, row_tiles):
+    """Request, row tile and tile of keys of a place in the line."""
+    b = np.int32(0)
+    tiles = key_tiles(prefix_lens, b, room, n_rows)
+    while unit >= tiles * row_tiles:
+        unit = np.int32(unit - tiles * row_tiles)
+        b = np.int32(b + 1)
+        tiles = key_tiles(prefix_lens, b, room, n_rows)
+    row_tile = divide(unit, tiles)
+    return b, row_tile, np.int32(unit - row_tile * tiles)
+
+
+@device
+def next_row_tile(b, row_tile, row_tiles):
+    """The row tile behind one: request and number."""
+    if row_tile + 1 == row_tiles:
+        return np.int32(b + 1), np.int32(0)
+    return b, np.int32(row_tile + 1)
+
+
+@device
+def assignment(prefix_lens, room, n_rows, row_tiles, n_splits, worker, blocks):
+    """A worker's part of the line.
+
+    Returns where it begins (request, row tile, tile of keys) and how many tiles of keys
+    it has, 0 for a block without work.
+    """
+    total, longest = survey(prefix_lens, room, n_rows)
+    batch = np.int32(prefix_lens.size)
+    workers, whole = plan(total, longest, batch, row_tiles, blocks, n_splits)
+    left = np.int32(0)
+    if worker >= workers:
+        return left, left, left, left
+    if whole == 0:
+        units = np.int32(total * row_tiles)
+        begin = cut_at(units, worker, workers)
+        left = np.int32(cut_at(units, worker + 1, workers) - begin)
+        b, row_tile, tile = locate(begin, prefix_lens, room, n_rows, row_tiles)
+        return b, row_tile, tile, left
+    b = divide(whole * worker, row_tiles)
+    row_tile = np.int32(whole * worker - b * row_tiles)
+    at, there = b, row_tile
+    for _ in range(min(whole, batch * row_tiles - whole * worker)):
+        left = np.int32(left + key_tiles(prefix_lens, at, room, n_rows))
+        at, there = next_row_tile(at, there, row_tiles)
+    return b, row_tile, np.int32(0), left
+
+
+# --------------------------------------------------------------------------------- load
+
+
+@device
+def load_piece(memory, at, arrived, piece, tensor_map, row, request):
+    """Ask for 64 rows of a piece's 64 columns; zeros where the tensor has no rows."""
+    barrier = arrived + piece
+    mbarrier_arrive_expect_tx(memory.barriers, barrier, 2 * PIECE)
+    cp_async_bulk_tensor_3d(
+        memory.shared,
+        at + piece * PIECE,
+        tensor_map,
+        0,
+        64 * piece,
+        row,
+        request,
+        memory.barriers,
+        barrier,
+    )
+
+
+@device
+def load_left(memory, at, arrived, tensor_map, row, request):
+    """Ask for the left half of the values, and the rope columns."""
+    load_piece(memory, at, arrived, 0, tensor_map, row, request)
+    load_piece(memory, at, arrived, 1, tensor_map, row, request)
+    load_piece(memory, at, arrived, 2, tensor_map, row, request)
+    load_piece(memory, at, arrived, 3, tensor_map, row, request)
+    load_piece(memory, at, arrived, 8, tensor_map, row, request)
+
+
+@device
+def load_right(memory, at, arrived, tensor_map, row, request):
+    """Ask for the right half of the values."""
+    load_piece(memory, at, arrived, 4, tensor_map, row, request)
+    load_piece(memory, at, arrived, 5, tensor_map, row, request)
+    load_piece(memory, at, arrived, 6, tensor_map, row, request)
+    load_piece(memory, at, arrived, 7, tensor_map, row, request)
+
+
+# -------------------------------------------------------------------------------- q · k
+
+
+@device
+def score_piece(memory, scores, at, arrived, parity, piece, adds, first, row_tile):
+    """Add the products of 64 columns, as soon as they have arrived.
+
+    first : whether the queries may be on the way too; row_tile : their parity
+    """
+    if first:
+        mbarrier_wait(memory.barriers, QUERIES_ARRIVED + piece, row_tile)
+    mbarrier_wait(memory.barriers, arrived + piece, parity)
+    queries = wgmma_descriptor(memory.shared, QUERIES)
+    keys = wgmma_descriptor(memory.shared, at)
+    wgmma_fence(scores, 32)
+    wgmma_m64n64k16_bf16(scores, queries, 512 * piece, keys, 512 * piece, adds)
+    wgmma_m64n64k16_bf16(scores, queries, 512 * piece + 2, keys, 512 * piece + 2, 1)
+    wgmma_m64n64k16_bf16(scores, queries, 512 * piece + 4, keys, 512 * piece + 4, 1)
+    wgmma_m64n64k16_bf16(scores, queries, 512 * piece + 6, keys, 512 * piece + 6, 1)
+
+
+@device
+def score_even_left(memory, scores, parity, first, row_tile):
+    """Begin the scores of an even tile with the columns on the left."""
+    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 0, 0, first, row_tile)
+    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 1, 1, first, row_tile)
+    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 2, 1, first, row_tile)
+    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 3, 1, first, row_tile)
+    wgmma_commit_group()
+
+
+@device
+def score_even_rest(memory, scores, parity, first, row_tile):
+    """Complete them with the rope columns and those on the right."""
+    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 8, 1, first, row_tile)
+    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 4, 1, first, row_tile)
+    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 5, 1, first, row_tile)
+    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 6, 1, first, row_tile)
+    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 7, 1, first, row_tile)
+    wgmma_commit_group()
+
+
+@device
+def score_odd(memory, scores, parity, first, row_tile):
+    """The scores of an odd tile, whose right half is free, and loaded, first."""
+    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 4, 0, first, row_tile)
+    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 5, 1, first, row_tile)
+    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 6, 1, first, row_tile)
+    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 7, 1, first, row_tile)
+    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 0, 1, first, row_tile)
+    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 1, 1, first, row_tile)
+    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 2, 1, first, row_tile)
+    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 3, 1, first, row_tile)
+    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 8, 1, first, row_tile)
+    wgmma_commit_group()
+
+
+# --------------------------------------------------------------------------------- mask
+
+
+@device
+def visibility_word(visibility, b, row, n):
+    """Word n of a row's bits: before them all are seen, behind them nothing is."""
+    if n < 0:
+        return np.uint32(0xFFFFFFFF)
+    if n >= visibility.shape[2]:
+        return np.uint32(0)
+    return visibility[b, row, n]
+
+
+@device
+def window(visibility, b, row, start, count):
+    """The 64 bits of a row from tail column `start` on (maybe negative), first `count`.
+
+    Returned as two uint32.
+    """
+    n, shift = start >> 5, np.uint32(start & 31)
+    w0 = visibility_word(visibility, b, row, n)
+    w1 = visibility_word(visibility, b, row, n + 1)
+    w2 = visibility_word(visibility, b, row, n + 2)
+    low = np.uint32((np.uint64(w1) << np.uint64(32) | np.uint64(w0)) >> shift)
+    high = np.uint32((np.uint64(w2) << np.uint64(32) | np.uint64(w1)) >> shift)
+    if count < 32:
+        high = np.uint32(0)
+        low &= (np.uint32(1) << np.uint32(count)) - np.uint32(1)
+    elif count < 64:
+        high &= (np.uint32(1) << np.uint32(count - 32)) - np.uint32(1)
+    return low, high
+
+
+@device
+def tree_row(request, visibility, r):
+    """The tree row of packed row g + 8r; beyond the last, the last."""
+    return min((request.packed + 8 * r) // request.heads, visibility.shape[1] - 1)
+
+
+@device
+def hide(scores, visibility, b, row, r, t, key0, prefix_len, n_keys):
+    """Set scores of row g + 8r to -inf where it does not see the key."""
+    start, count = np.int32(key0 - prefix_len), np.int32(n_keys - key0)
+    low, high = window(visibility, b, row, start, count)
+    low, high = low >> np.uint32(2 * t), high >> np.uint32(2 * t)
+    for j in range(4):
+        for e in range(2):
+            bit = np.uint32(1 << 8 * j + e)
+            if low & bit == 0:
+                scores[4 * j + 2 * r + e] = MINUS_INF
+            if high & bit == 0:
+                scores[16 + 4 * j + 2 * r + e] = MINUS_INF
+
+
+@device
+def any_not_finite(scores):
+    """1 if any of this thread's scores is inf or NaN."""
+    found = np.uint32(0)
+    for n in range(32):
+        if not abs(scores[n]) <= LARGEST:
+            found = np.uint32(1)
+    return found
+
+
+@device
+def clear_non_finite(words, at, thread):
+    """Set NaN and inf among a tile's values to 0; words of two elements, from `at` on.
+
+    A row that does not see a key weighs its value with 0, and 0 · NaN is NaN. A row
+    that does see it loses nothing: the key's NaN made its score NaN, so its total is
+    NaN too.
+    """
+    for n in range(8 * PIECE // 2 // GROUP):
+        here = at + n * GROUP + thread
+        pair = words[here]
+        if pair & np.uint32(0x7F80) == np.uint32(0x7F80):
+            pair &= np.uint32(0xFFFF0000)
+        if pair & np.uint32(0x7F800000) == np.uint32(0x7F800000):
+            pair &= np.uint32(0x0000FFFF)
+        words[here] = pair
+
+
+@device
+def mask(memory, thread, request, visibility, scores, at, key0, alone):
+    """Hide what the rows do not see, and clear values that they must not meet.
+
+    Only tiles with keys of the tail have any. A value that is no number makes the
+    scores of its key inf or NaN in every row: only then are the values looked at.
+
+    alone : the barrier of this warpgroup alone
+    """
+    if key0 + KEYS <= request.prefix_len:
+        return
+    if bar_red_or(alone, GROUP, any_not_finite(scores)) != 0:
+        clear_non_finite(memory.words, at // 2, thread.number)
+        fence_proxy_async()
+        bar_sync(alone, GROUP)  # the values are clear for all
+    for r in range(2):
+        node = tree_row(request, visibility, r)
+        hide(
+            scores,
+            visibility,
+            request.b,
+            node,
+            r,
+            thread.t,
+            key0,
+            request.prefix_len,
+            request.n_keys,
+        )
+
+
+# ------------------------------------------------------------------------------ softmax
+
+
+@device
+def lane_max(scores, r):
+    """The largest of this thread's scores of row g + 8r."""
+    fmax = cuda.libdevice.fmaxf
+    x = fmax(scores[2 * r], scores[2 * r + 1])
+    y = fmax(scores[4 + 2 * r], scores[5 + 2 * r])
+    for j in range(2, 8, 2):
+        x = fmax(x, fmax(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]))
+        y = fmax(y, fmax(scores[4 * j + 4 + 2 * r], scores[4 * j + 5 + 2 * r]))
+    return fmax(x, y)
+
+
+@device
+def raise_top(top, highest, scale, margin):
+    """The reference of a row: raised to its largest score if that passes it by margin.
+
+    Weights are 2^(score - reference). With margin 0 that is the running maximum. With
+    more, weights may reach 2^margin, and the reference seldom moves.
+    """
+    for distance in (1, 2):  # the 4 lanes of a row
+        other = cuda.shfl_xor_sync(FULL_WARP, highest, distance)
+        highest = cuda.libdevice.fmaxf(highest, other)
+    return highest * scale if highest * scale > top + margin else top
+
+
+@device
+def weigh16(scores, k, scale, top0, top1, weights, fresh):
+    """Weights of 16 keys, as `wgmma` takes them; adds their sums to fresh [2]."""
+    a = ex2_approx(cuda.fma(scores[8 * k], scale, -top0))
+    b = ex2_approx(cuda.fma(scores[8 * k + 1], scale, -top0))
+    c = ex2_approx(cuda.fma(scores[8 * k + 2], scale, -top1))
+    d = ex2_approx(cuda.fma(scores[8 * k + 3], scale, -top1))
+    e = ex2_approx(cuda.fma(scores[8 * k + 4], scale, -top0))
+    f = ex2_approx(cuda.fma(scores[8 * k + 5], scale, -top0))
+    g = ex2_approx(cuda.fma(scores[8 * k + 6], scale, -top1))
+    h = ex2_approx(cuda.fma(scores[8 * k + 7], scale, -top1))
+    weights[4 * k] = cvt_rn_bf16x2(a, b)
+    weights[4 * k + 1] = cvt_rn_bf16x2(c, d)
+    weights[4 * k + 2] = cvt_rn_bf16x2(e, f)
+    weights[4 * k + 3] = cvt_rn_bf16x2(g, h)
+    fresh[0] += (a + b) + (e + f)
+    fresh[1] += (c + d) + (g + h)
+
+
+@device
+def weigh64(scores, scale, top0, top1, weights, fresh):
+    """Weights of a tile's 64 keys, and their sums in fresh [2]."""
+    fresh[0], fresh[1] = ZERO, ZERO
+    weigh16(scores, 0, scale, top0, top1, weights, fresh)
+    weigh16(scores, 1, scale, top0, top1, weights, fresh)
+    weigh16(scores, 2, scale, top0, top1, weights, fresh)
+    weigh16(scores, 3, scale, top0, top1, weights, fresh)
+
+
+@device
+def share(memory, thread, weights, at, top0, top1, tops_at):
+    """Write this warp's 16 rows of weights, as a swizzled piece, and references."""
+    for k in range(4):
+        stmatrix_x4(
+            memory.shared,
+            at
+            + thread.matrix_row * 64
+            + ((2 * k + (thread.lane >> 4)) ^ (thread.matrix_row & 7)) * 8,
+            weights[4 * k],
+            weights[4 * k + 1],
+            weights[4 * k + 2],
+            weights[4 * k + 3],
+        )
+    if thread.t == 0:
+        memory.floats[tops_at + thread.row] = top0
+        memory.floats[tops_at + thread.row + 8] = top1
+    fence_proxy_async()
+
+
+@device
+def scale_quarter(sums, first, factor0, factor1):
+    for n in range(first, first + 32, 4):
+        sums[n] *= factor0
+        sums[n + 1] *= factor0
+        sums[n + 2] *= factor1
+        sums[n + 3] *= factor1
+
+
+@device
+def move_top(top, total, sums, new0, new1):
+    """Move the references of rows g and g + 8, and scale what was summed up to them."""
+    factor0, factor1 = ex2_approx(top[0] - new0), ex2_approx(top[1] - new1)
+    scale_quarter(sums, 0, factor0, factor1)
+    scale_quarter(sums, 32, factor0, factor1)
+    scale_quarter(sums, 64, factor0, factor1)
+    scale_quarter(sums, 96, factor0, factor1)
+    total[0] *= factor0
+    total[1] *= factor1
+    top[0], top[1] = new0, new1
+
+
+@device
+def differ(x0, y0, x1, y1):
+    """Whether, for any thread of the warp, x0 is not y0 or x1 is not y1."""
+    return cuda.any_sync(FULL_WARP, (x0 != y0) | (x1 != y1))
+
+
+@device
+def passed(x0, y0, x1, y1):
+    """Whether, for any thread of the warp, x0 is above y0 or x1 above y1."""
+    return cuda.any_sync(FULL_WARP, (x0 > y0) | (x1 > y1))
+
+
+# ----------------------------------------------------------------------- weight · value
+
+
+@device
+def add_own(sums, weights, values):
+    """Add weights · values for the 64 keys whose weights this warpgroup has."""
+    wgmma_fence(sums, 128)
+    wgmma_m64n256k16_bf16_from_registers(sums, weights, 0, values, 0)
+    wgmma_m64n256k16_bf16_from_registers(sums, weights, 4, values, 128)
+    wgmma_m64n256k16_bf16_from_registers(sums, weights, 8, values, 256)
+    wgmma_m64n256k16_bf16_from_registers(sums, weights, 12, values, 384)
+    wgmma_commit_group()
+
+
+@device
+def add_other(sums, weights, values):
+    """Add weights · values for 64 keys whose weights are in shared memory."""
+    wgmma_fence(sums, 128)
+    wgmma_m64n256k16_bf16(sums, weights, 0, values, 0)
+    wgmma_m64n256k16_bf16(sums, weights, 2, values, 128)
+    wgmma_m64n256k16_bf16(sums, weights, 4, values, 256)
+    wgmma_m64n256k16_bf16(sums, weights, 6, values, 384)
+    wgmma_commit_group()
+
+
+# --------------------------------------------------------- warpgroup 0: the even tiles
+# Its sums are output columns 0 … 255.
+
+
+@device
+def weigh_even(
+    memory, thread, request, visibility, scores, weights, sums, top, total, fresh,
+    key0, scale, margin,
+):  # fmt: skip
+    """Weights of an even tile, and the left half of its values, at the same time."""
+    mask(memory, thread, request, visibility, scores, EVEN, key0, EVEN_ALONE)
+    x0, x1 = lane_max(scores, 0), lane_max(scores, 1)
+    if passed(x0 * scale, top[0] + margin, x1 * scale, top[1] + margin):
+        new0 = raise_top(top[0], x0, scale, margin)
+        new1 = raise_top(top[1], x1, scale, margin)
+        move_top(top, total, sums, new0, new1)
+    values = wgmma_descriptor(memory.shared, EVEN)
+    fresh[0], fresh[1] = ZERO, ZERO
+    weigh16(scores, 0, scale, top[0], top[1], weights, fresh)
+    wgmma_fence(sums, 128)
+    wgmma_m64n256k16_bf16_from_registers(sums, weights, 0, values, 0)
+    weigh16(scores, 1, scale, top[0], top[1], weights, fresh)
+    wgmma_fence(sums, 128)
+    wgmma_m64n256k16_bf16_from_registers(sums, weights, 4, values, 128)
+    weigh16(scores, 2, scale, top[0], top[1], weights, fresh)
+    wgmma_fence(sums, 128)
+    wgmma_m64n256k16_bf16_from_registers(sums, weights, 8, values, 256)
+    weigh16(scores, 3, scale, top[0], top[1], weights, fresh)
+    wgmma_fence(sums, 128)
+    wgmma_m64n256k16_bf16_from_registers(sums, weights, 12, values, 384)
+    wgmma_commit_group()
+    share(memory, thread, weights, EVEN_WEIGHTS, top[0], top[1], EVEN_TOPS)
+    bar_arrive(EVEN_READY, CONSUMERS)
+    wgmma_wait_group(0, sums, 128)
+    total[0] += fresh[0]
+    total[1] += fresh[1]
+    if thread.number == 0:
+        mbarrier_arrive(memory.barriers, EVEN_LEFT_FREE)
+
+
+@device
+def take_odd(memory, thread, sums, top, total):
+    """Begin to add the left half of an odd tile's values, once it is weighed."""
+    bar_sync(ODD_READY, CONSUMERS)  # weights and references of the odd tile are there
+    new0 = memory.floats[ODD_TOPS + thread.row]
+    new1 = memory.floats[ODD_TOPS + thread.row + 8]
+    if differ(top[0], new0, top[1], new1):
+        move_top(top, total, sums, new0, new1)
+    weights = wgmma_descriptor(memory.shared, ODD_WEIGHTS)
+    add_other(sums, weights, wgmma_descriptor(memory.shared, ODD))
+
+
+@device
+def compute_even(
+    memory, thread, request, visibility, scores, weights, sums, top, total, fresh,
+    key0, count, parity, row_tile, scale, margin,
+):  # fmt: skip
+    """Warpgroup 0's share of `count` tiles of keys; returns the next tile's parity."""
+    pairs = count >> 1
+    score_even_left(memory, scores, parity, True, row_tile)
+    score_even_rest(memory, scores, parity, True, row_tile)
+    wgmma_wait_group(0, scores, 32)
+    parity = np.int32(parity ^ 1)
+    for pair in range(((count + 1) >> 1) - 1):
+        weigh_even(
+            memory, thread, request, visibility, scores, weights, sums, top, total,
+            fresh, key0, scale, margin,
+        )  # fmt: skip
+        take_odd(memory, thread, sums, top, total)
+        score_even_left(memory, scores, parity, False, row_tile)
+        if pair < pairs - 1:  # the last even tile may have no odd one beside it
+            bar_arrive(TURN, CONSUMERS)
+        wgmma_wait_group(1, sums, 128)
+        if thread.number == 0:
+            mbarrier_arrive(memory.barriers, ODD_LEFT_FREE)
+        score_even_rest(memory, scores, parity, False, row_tile)
+        wgmma_wait_group(0, scores, 32)
+        parity = np.int32(parity ^ 1)
+        key0 = np.int32(key0 + 2 * KEYS)
+    if thread.number == 0:
+        mbarrier_arrive(memory.barriers, QUERIES_FREE)
+    weigh_even(
+        memory, thread, request, visibility, scores, weights, sums, top, total, fresh,
+        key0, scale, margin,
+    )  # fmt: skip
+    if count & 1 == 0:
+        take_odd(memory, thread, sums, top, total)
+        wgmma_wait_group(0, sums, 128)
+        if thread.number == 0:
+            mbarrier_arrive(memory.barriers, ODD_LEFT_FREE)
+    return parity
+
+
+# ---------------------------------------------------------- warpgroup 1: the odd tiles
+# Its sums are output columns 256 … 511.
+
+
+@device
+def take_even(memory, thread, sums, top, total):
+    """Begin to add the right half of an even tile's values, whose weights are there."""
+    new0 = memory.floats[EVEN_TOPS + thread.row]
+    new1 = memory.floats[EVEN_TOPS + thread.row + 8]
+    moved = differ(top[0], new0, top[1], new1)
+    if moved:
+        move_top(top, total, sums, new0, new1)
+    weights = wgmma_descriptor(memory.shared, EVEN_WEIGHTS)
+    add_other(sums, weights, wgmma_descriptor(memory.shared, EVEN + 4 * PIECE))
+
+
+@device
+def weigh_odd(
+    memory, thread, request, visibility, scores, weights, sums, top, total, fresh,
+    key0, scale, margin,
+):  # fmt: skip
+    """Weights of an odd tile, and the right halves of both tiles' values."""
+    mask(memory, thread, request, visibility, scores, ODD, key0, ODD_ALONE)
+    x0, x1 = lane_max(scores, 0), lane_max(scores, 1)
+    new0, new1 = top[0], top[1]
+    if passed(x0 * scale, new0 + margin, x1 * scale, new1 + margin):
+        new0 = raise_top(new0, x0, scale, margin)
+        new1 = raise_top(new1, x1, scale, margin)
+    weigh64(scores, scale, new0, new1, weights, fresh)
+    bar_sync(EVEN_READY, CONSUMERS)  # and all of this group are done with the rope
+    even0 = memory.floats[EVEN_TOPS + thread.row]
+    even1 = memory.floats[EVEN_TOPS + thread.row + 8]
+    if differ(top[0], even0, top[1], even1):
+        # The even tile moved the references: weigh again from there.
+        move_top(top, total, sums, even0, even1)
+        new0 = raise_top(even0, x0, scale, margin)
+        new1 = raise_top(even1, x1, scale, margin)
+        weigh64(scores, scale, new0, new1, weights, fresh)
+    others = wgmma_descriptor(memory.shared, EVEN_WEIGHTS)
+    add_other(sums, others, wgmma_descriptor(memory.shared, EVEN + 4 * PIECE))
+    share(memory, thread, weights, ODD_WEIGHTS, new0, new1, ODD_TOPS)
+    bar_arrive(ODD_READY, CONSUMERS)
+    if differ(top[0], new0, top[1], new1):
+        wgmma_wait_group(0, sums, 128)
+        move_top(top, total, sums, new0, new1)
+    add_own(sums, weights, wgmma_descriptor(memory.shared, ODD + 4 * PIECE))
+    wgmma_wait_group(1, sums, 128)
+    if thread.number == 0:
+        mbarrier_arrive(memory.barriers, EVEN_RIGHT_FREE)
+    wgmma_wait_group(0, sums, 128)
+    total[0] += fresh[0]
+    total[1] += fresh[1]
+    if thread.number == 0:
+        mbarrier_arrive(memory.barriers, ODD_RIGHT_FREE)
+
+
+@device
+def compute_odd(
+    memory, thread, request, visibility, scores, weights, sums, top, total, fresh,
+    key0, count, parity, row_tile, scale, margin,
+):  # fmt: skip
+    """Warpgroup 1's share of `count` tiles of keys; returns the next tile's parity."""
+    pairs = count >> 1
+    if pairs > 0:
+        score_odd(memory, scores, parity, True, row_tile)
+        wgmma_wait_group(0, scores, 32)
+        parity = np.int32(parity ^ 1)
+        for _ in range(pairs - 1):
+            weigh_odd(
+                memory, thread, request, visibility, scores, weights, sums, top, total,
+                fresh, key0 + KEYS, scale, margin,
+            )  # fmt: skip
+            bar_sync(TURN, CONSUMERS)  # keeps this group half a softmax behind
+            score_odd(memory, scores, parity, False, row_tile)
+            wgmma_wait_group(0, scores, 32)
+            parity = np.int32(parity ^ 1)
+            key0 = np.int32(key0 + 2 * KEYS)
+    if thread.number == 0:
+        mbarrier_arrive(memory.barriers, QUERIES_FREE)
+    if pairs > 0:
+        weigh_odd(
+            memory, thread, request, visibility, scores, weights, sums, top, total,
+            fresh, key0 + KEYS, scale, margin,
+        )  # fmt: skip
+    if count & 1 != 0:
+        bar_sync(EVEN_READY, CONSUMERS)  # weights of the last even tile are there
+        take_even(memory, thread, sums, top, total)
+        wgmma_wait_group(0, sums, 128)
+        if thread.number == 0:
+            mbarrier_arrive(memory.barriers, EVEN_RIGHT_FREE)
+    return parity
+
+
+# ------------------------------------------------------------------------------- output
+
+
+@device
+def combine_totals(memory, thread, request, visibility, total, group):
+    """Sum a row's totals over its four lanes and both warpgroups; 0 for padding."""
+    for distance in (1, 2):  # the 4 lanes of a row
+        total[0] += cuda.shfl_xor_sync(FULL_WARP, total[0], distance)
+        total[1] += cuda.shfl_xor_sync(FULL_WARP, total[1], distance)
+    at = TOTALS + thread.row
+    if thread.t == 0:
+        if is_padding(visibility, request.b, tree_row(request, visibility, 0)):
+            total[0] = ZERO
+        if is_padding(visibility, request.b, tree_row(request, visibility, 1)):
+            total[1] = ZERO
+        memory.floats[at + group * ROWS] = total[0]
+        memory.floats[at + group * ROWS + 8] = total[1]
+    bar_sync(BOTH, CONSUMERS)  # the totals of both warpgroups are there
+    total[0] = memory.floats[at] + memory.floats[at + ROWS]
+    total[1] = memory.floats[at + 8] + memory.floats[at + ROWS + 8]
+
+
+@device
+def write_quarter(sums, first, out, b, row, column, factor0, factor1):
+    """Write 64 columns of rows `row` and `row` + 8, if there are such, times a factor.
+
+    A factor of 0 means a row that saw nothing, whatever its sums are.
+    """
+    if row < out.shape[1]:
+        for j in range(8):
+            x, y = sums[first + 4 * j] * factor0, sums[first + 4 * j + 1] * factor0
+            if factor0 == ZERO:
+                x, y = ZERO, ZERO
+            st_global_v2_f32(out, (b, row, column + 8 * j), x, y)
+    if row + 8 < out.shape[1]:
+        for j in range(8):
+            x, y = sums[first + 4 * j + 2] * factor1, sums[first + 4 * j + 3] * factor1
+            if factor1 == ZERO:
+                x, y = ZERO, ZERO
+            st_global_v2_f32(out, (b, row + 8, column + 8 * j), x, y)
+
+
+@device
+def inverse(total):
+    """What sums are multiplied by in the end; 0 where nothing was seen."""
+    return ZERO if total == ZERO else ONE / total
+
+
+@device
+def log_sum(top, total):
+    """The natural logarithm of a row's sum; -inf where nothing was seen."""
+    return MINUS_INF if total == ZERO else cuda.fma(top, LN_2, math.log(total))
+
+
+@device
+def write(sums, top, total, out, lse, b, row, column):
+    """Write a whole row tile's outputs, lse by those who have its first columns."""
+    factor0, factor1 = inverse(total[0]), inverse(total[1])
+    write_quarter(sums, 0, out, b, row, column, factor0, factor1)
+    write_quarter(sums, 32, out, b, row, column + 64, factor0, factor1)
+    write_quarter(sums, 64, out, b, row, column + 128, factor0, factor1)
+    write_quarter(sums, 96, out, b, row, column + 192, factor0, factor1)
+    if column == 0:
+        if row < lse.shape[1]:
+            lse[b, row] = log_sum(top[0], total[0])
+        if row + 8 < lse.shape[1]:
+            lse[b, row + 8] = log_sum(top[1], total[1])
+
+
+@device
+def post_quarter(sums, first, posted, number):
+    for j in range(8):
+        n = first + 4 * j
+        x, y, z, w = sums[n], sums[n + 1], sums[n + 2], sums[n + 3]
+        store4(posted[n // 4], 4 * number, x, y, z, w)
+
+
+@device
+def post(sums, top, total, posted, tops, totals, number, row, t):
+    """Write a part of a row tile for `merge_parts`, in the order of the registers.
+
+    posted [32, 1024] f32, tops and totals [64] f32
+    """
+    post_quarter(sums, 0, posted, number)
+    post_quarter(sums, 32, posted, number)
+    post_quarter(sums, 64, posted, number)
+    post_quarter(sums, 96, posted, number)
+    if number < GROUP and t == 0:
+        tops[row], totals[row] = top[0], total[0]
+        tops[row + 8], totals[row + 8] = top[1], total[1]
+
+
+# ------------------------------------------------------------------------------- merge
+
+
+@cuda.jit
+def wgmma_merge_kernel(
+    room,  # i32: S_max
+    prefix_lens,  # [B] i32
+    n_rows,  # i32: N
+    n_splits,  # i32: as for wgmma_kernel
+    blocks,  # i32: of wgmma_kernel
+    posted,  # [2·blocks, 32, 1024] f32
+    tops,  # [2·blocks, 64] f32
+    totals,  # [2·blocks, 64] f32
+    out,  # out [B, R, 512] f32
+    lse,  # out [B, R] f32
+):
+    """Bring the parts of every row tile together that was cut.
+
+    A block a cut and a slice of the output: 256 threads with four sums each.
+    """
+    number = np.int32(cuda.threadIdx.x)
+    lane = number & 31
+    cut, part = np.int32(cuda.blockIdx.x // SLICES + 1), cuda.blockIdx.x % SLICES
+    row_tiles = np.int32((out.shape[1] + ROWS - 1) // ROWS)
+    total_tiles, longest = survey(prefix_lens, room, n_rows)
+    batch = np.int32(prefix_lens.size)
+    workers, whole = plan(total_tiles, longest, batch, row_tiles, blocks, n_splits)
+    if whole > 0 or cut >= workers:
+        return
+    units = np.int32(total_tiles * row_tiles)
+    unit = cut_at(units, cut, workers)
+    b, row_tile, tile = locate(unit, prefix_lens, room, n_rows, row_tiles)
+    begin = unit - tile
+    if tile == 0 or cut_at(units, cut - 1, workers) > begin:
+        return  # between two row tiles, or not the first cut in this one
+    end = begin + key_tiles(prefix_lens, b, room, n_rows)
+    last = cut
+    while cut_at(units, last + 1, workers) < end:
+        last = np.int32(last + 1)
+
+    row = ((number >> 5) & 3) * 16 + (lane >> 2)  # as in wgmma_kernel
+    column = (number >> 7) * 256 + part * 8 + (lane & 3) * 2
+    acc = cuda.local.array(4, np.float32)
+    top0, top1, total0, total1 = NO_TOP, NO_TOP, ZERO, ZERO
+    for n in range(4):
+        acc[n] = ZERO
+    for worker in range(cut - 1, last + 1):
+        place = 2 * worker + (1 if worker == cut - 1 else 0)
+        top0 = cuda.libdevice.fmaxf(top0, tops[place, row])
+        top1 = cuda.libdevice.fmaxf(top1, tops[place, row + 8])
+    for worker in range(cut - 1, last + 1):
+        place = 2 * worker + (1 if worker == cut - 1 else 0)
+        factor0 = ex2_approx(tops[place, row] - top0)
+        factor1 = ex2_approx(tops[place, row + 8] - top1)
+        w, x, y, z = load4(posted[place, part], 4 * number)
+        total0 += factor0 * totals[place, row]
+        total1 += factor1 * totals[place, row + 8]
+        acc[0] += factor0 * w
+        acc[1] += factor0 * x
+        acc[2] += factor1 * y
+        acc[3] += factor1 * z
+    packed = row_tile * ROWS + row
+    factor0, factor1 = inverse(total0), inverse(total1)
+    if packed < out.shape[1]:
+        x, y = acc[0] * factor0, acc[1] * factor0
+        if factor0 == ZERO:
+            x, y = ZERO, ZERO
+        st_global_v2_f32(out, (b, packed, column), x, y)
+        if column == 0:
+            lse[b, packed] = log_sum(top0, total0)
+    if packed + 8 < out.shape[1]:
+        x, y = acc[2] * factor1, acc[3] * factor1
+        if factor1 == ZERO:
+            x, y = ZERO, ZERO
+        st_global_v2_f32(out, (b, packed + 8, column), x, y)
+        if column == 0:
+            lse[b, packed + 8] = log_sum(top1, total1)
+
+
+# ----------------------------------------------------------------------------- schedule
+
+
+@device
+def thread_of(number):
+    lane = number & 31
+    row = (number >> 5) * 16
+    return Thread(
+        np.int32(number),
+        np.int32(lane),
+        np.int32(row + (lane >> 2)),
+        np.int32(lane & 3),
+        np.int32(row + (lane & 15)),
+    )
+
+
+@device
+def clear_quarter(sums, first):
+    for n in range(first, first + 32):
+        sums[n] = ZERO
+
+
+@cuda.jit(launch_bounds=(THREADS, 1))
+def wgmma_kernel(
+    query_map,  # [16] u64: tensor map of q as [B, R, 576], packed rows R = N·H
+    cache_map,  # [16] u64: tensor map of kv_cache
+    room,  # i32: S_max
+    heads,  # i32: H
+    prefix_lens,  # [B] i32
+    visibility,  # [B, N, ceil(N/32)] u32
+    scale,  # f32: sm_scale · log2(e), above 0
+    n_splits,  # i32: into how many parts a row tile is cut; 0 to choose
+    margin,  # f32: by how much a score may pass a row's reference
+    out,  # out [B, R, 512] f32
+    lse,  # out [B, R] f32
+    posted,  # out [2·blocks, 32, 1024] f32: parts of row tiles that were cut
+    tops,  # out [2·blocks, 64] f32
+    totals,  # out [2·blocks, 64] f32
+):
+    memory = Memory(
+        cuda.shared.array(0, np.uint16, alignment=1024),
+        cuda.shared.array(0, np.uint32, alignment=1024),
+        cuda.shared.array(0, np.float32, alignment=1024),
+        cuda.shared.array(0, np.uint64, alignment=1024),
+    )
+    number = np.int32(cuda.threadIdx.x)
+    group = np.int32(number >> 7)
+    n_rows = np.int32(visibility.shape[1])
+    row_tiles = np.int32((out.shape[1] + ROWS - 1) // ROWS)
+    # Where this block's part of the line begins, and how long it is.
+    worker, blocks = np.int32(cuda.blockIdx.x), np.int32(cuda.gridDim.x)
+    b, row_tile, tile, left = assignment(
+        prefix_lens, room, n_rows, row_tiles, n_splits, worker, blocks
+    )
+    if left == 0:
+        return
+    if number == 0:
+        for n in range(EVEN_ARRIVED, QUERIES_FREE):
+            mbarrier_init(memory.barriers, n, 1)
+        mbarrier_init(memory.barriers, QUERIES_FREE, 2)
+        fence_mbarrier_init()
+    cuda.syncthreads()  # the mbarriers are ready
+    queries_parity = np.int32(0)
+    parity = np.int32(0)  # of the next even tile, or odd tile
+
+    if group == 2:
+        setmaxnreg_dec(LOADER_REGISTERS)
+        if number == CONSUMERS:
+            odd_parity = np.int32(0)
+            fence_proxy_tensormap(query_map, 0)
+            fence_proxy_tensormap(cache_map, 0)
+            while left > 0:
+                row, key = np.int32(row_tile * ROWS), np.int32(tile * KEYS)
+                tiles = key_tiles(prefix_lens, b, room, n_rows)
+                count = np.int32(min(np.int32(tiles - tile), left))
+                left = np.int32(left - count)
+                mbarrier_wait(memory.barriers, QUERIES_FREE, queries_parity ^ 1)
+                queries_parity = np.int32(queries_parity ^ 1)
+                first = True
+                while count > 0:
+                    mbarrier_wait(memory.barriers, EVEN_LEFT_FREE, parity ^ 1)
+                    if first:
+                        load_left(memory, QUERIES, QUERIES_ARRIVED, query_map, row, b)
+                    load_left(memory, EVEN, EVEN_ARRIVED, cache_map, key, b)
+                    mbarrier_wait(memory.barriers, EVEN_RIGHT_FREE, parity ^ 1)
+                    if first:
+                        load_right(memory, QUERIES, QUERIES_ARRIVED, query_map, row, b)
+                        first = False
+                    load_right(memory, EVEN, EVEN_ARRIVED, cache_map, key, b)
+                    parity = np.int32(parity ^ 1)
+                    key = np.int32(key + KEYS)
+                    if count > 1:
+                        mbarrier_wait(memory.barriers, ODD_RIGHT_FREE, odd_parity ^ 1)
+                        load_right(memory, ODD, ODD_ARRIVED, cache_map, key, b)
+                        mbarrier_wait(memory.barriers, ODD_LEFT_FREE, odd_parity ^ 1)
+                        load_left(memory, ODD, ODD_ARRIVED, cache_map, key, b)
+                        odd_parity = np.int32(odd_parity ^ 1)
+                        key = np.int32(key + KEYS)
+                    count = np.int32(count - 2)
+                b, row_tile = next_row_tile(b, row_tile, row_tiles)
+                tile = np.int32(0)
+        return
+
+    setmaxnreg_inc(CONSUMER_REGISTERS)
+    scores = cuda.local.array(32, np.float32)
+    weights = cuda.local.array(16, np.uint32)
+    sums = cuda.local.array(128, np.float32)
+    top = cuda.local.array(2, np.float32)  # of rows g and g + 8 …
+    total = cuda.local.array(2, np.float32)  # … and of the thread's own keys
+    fresh = cuda.local.array(2, np.float32)
+    for n in range(32):
+        scores[n] = ZERO
+    thread = thread_of(number & GROUP - 1)
+    while left > 0:
+        prefix_len, n_keys = extent(prefix_lens, b, room, n_rows)
+        tiles = key_tiles(prefix_lens, b, room, n_rows)
+        count = np.int32(min(np.int32(tiles - tile), left))
+        row = np.int32(row_tile * ROWS + thread.row)
+        request = Request(b, row, heads, prefix_len, n_keys)
+        clear_quarter(sums, 0)
+        clear_quarter(sums, 32)
+        clear_quarter(sums, 64)
+        clear_quarter(sums, 96)
+        top[0], top[1], total[0], total[1] = NO_TOP, NO_TOP, ZERO, ZERO
+        if group == 0:
+            parity = compute_even(
+                memory, thread, request, visibility, scores, weights, sums, top, total,
+                fresh, np.int32(tile * KEYS), count, parity, queries_parity, scale,
+                margin,
+            )  # fmt: skip
+        else:
+            parity = compute_odd(
+                memory, thread, request, visibility, scores, weights, sums, top, total,
+                fresh, np.int32(tile * KEYS), count, parity, queries_parity, scale,
+                margin,
+            )  # fmt: skip
+        queries_parity = np.int32(queries_parity ^ 1)
+        combine_totals(memory, thread, request, visibility, total, group)
+        if count == tiles:
+            column = group * 256 + thread.t * 2
+            write(sums, top, total, out, lse, b, row, column)
+        else:
+            # Parts of a row tile that others began go into the first of two places.
+            place = 2 * cuda.blockIdx.x + (1 if tile == 0 else 0)
+            post(
+                sums, top, total, posted[place], tops[place], totals[place], number,
+                thread.row, thread.t,
+            )  # fmt: skip
+        bar_sync(BOTH, CONSUMERS)  # totals have been read
+        left = np.int32(left - count)
+        b, row_tile = next_row_tile(b, row_tile, row_tiles)
+        tile = np.int32(0)
+
+
+# --------------------------------------------------------------------------------- host
+
+_COMPILING = threading.Lock()
+_MAPS: dict[tuple, Any] = {}
+
+
+@contextlib.contextmanager
+def hopper_target() -> Iterator[None]:
+    """Compile for sm_90a, which alone has `wgmma`, whatever is compiled meanwhile."""
+    with _COMPILING:
+        before = config.FORCE_CUDA_CC
+        config.FORCE_CUDA_CC = (9, 0, "a")
+        try:
+            yield
+        finally:
+            config.FORCE_CUDA_CC = before
+
+
+def problem(
+    at: Place, q: Any, kv_cache: Any, sm_scale: float, d_latent: int
+) -> Exception | None:
+    """What keeps this version from a call, as the error to raise; None if nothing."""
+    if q.dtype != np.uint16:
+        return TypeError(
+            f"version 'wgmma' and q has dtype {q.dtype}; expected uint16 (bf16 bits)"
+        )
+    if (q.shape[3], d_latent) != (D, D_LATENT):
+        return ValueError(
+            f"version 'wgmma' and D is {q.shape[3]}, d_latent is {d_latent}; expected "
+            f"{D} and {D_LATENT}"
+        )
+    if not sm_scale > 0:
+        return ValueError(
+            f"version 'wgmma' and sm_scale is {sm_scale}; expected one above 0"
+        )
+    for name, x in (("q", q), ("kv_cache", kv_cache)):
+        steps = [
+            step for step, size in zip(x.strides, x.shape, strict=True) if size > 1
+        ]
+        if not rows_start_at(8, x) or not all(0 < step < MAX_STEP for step in steps):
+            return ValueError(
+                f"version 'wgmma' and {name} has strides {x.strides}; expected "
+                "contiguous rows that start at multiples of 16 bytes"
+            )
+    if kv_cache.shape[1] == 0:
+        return ValueError("version 'wgmma' and kv_cache has no rows; expected one")
+    batch, n, heads, _ = q.shape
+    units = batch * -(-n * heads // ROWS) * -(-kv_cache.shape[1] // KEYS)
+    if units > MAX_UNITS:
+        return ValueError(
+            f"version 'wgmma' and q has shape {q.shape}, kv_cache {kv_cache.shape}: "
+            f"{units} tiles of {ROWS} rows and {KEYS} keys; expected up to {MAX_UNITS}"
+        )
+    if at.executor == "gpu":
+        major, minor = cuda.get_current_device().compute_capability
+        if (major, minor) != (9, 0):
+            return ValueError(
+                f"version 'wgmma' and the card has compute capability {major}.{minor}; "
+                "expected 9.0"
+            )
+    return None
+
+
+def tensor_map(at: Place, x: Any) -> Any:
+    """The tensor map of x [B, rows, 576], uint64 [16], for boxes of one piece.
+
+    On a GPU a map is made and uploaded once for a pointer, shape and strides, and kept:
+    a captured graph holds its address. So the first call for an array may not be under
+    capture.
+    """
+    if at.executor != "gpu":
+        from ddtree_numba.emulator.bulk import tensor_map as emulated
+
+        return emulated(x, (1, 64, 64))
+    address = x.__cuda_array_interface__["data"][0]
+    key = cuda.get_current_device().id, address, x.shape, x.strides
+    if key not in _MAPS:
+        _MAPS[key] = cuda.to_device(encode_map(address, x.shape, x.strides))
+    return _MAPS[key]
+
+
+def encode_map(
+    address: int, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> np.ndarray:
+    """The 128 bytes by which TMA finds 64 rows of 64 bfloat16, and swizzles them."""
+    from cuda.bindings import driver
+
+    batch, rows, columns = shape
+    row_step = strides[1] if rows > 1 else 2 * columns
+    batch_step = strides[0] if batch > 1 else row_step * rows
+    status, encoded = driver.cuTensorMapEncodeTiled(
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        3,
+        address,
+        [driver.cuuint64_t(n) for n in (columns, rows, batch)],
+        [driver.cuuint64_t(n) for n in (row_step, batch_step)],
+        [driver.cuuint32_t(n) for n in (64, 64, 1)],
+        [driver.cuuint32_t(1)] * 3,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise ValueError(
+            f"no tensor map for shape {shape} and strides {strides} ({status.name})"
+        )
+    return np.array([int(word) for word in encoded.opaque], np.uint64)
+
+
+def grid_size(tiles: int, key_tiles: int, processors: int, n_splits: int | None) -> int:
+    """How many blocks: as many as the card has places for, in whole splits if near."""
+    if n_splits is not None:
+        return tiles * n_splits
+    if tiles > processors:
+        return processors
+    whole = processors // tiles * tiles
+    return min(whole if 10 * whole >= 9 * processors else processors, tiles * key_tiles)
+
+
+def run(
+    at: Place,
+    inputs: list,
+    scale: np.float32,
+    n_splits: int | None,
+    exact_max: bool,
+    processors: int,
+    out: Any,
+    lse: Any,
+) -> None:
+    """Launch both kernels.
+
+    inputs : q [B, N, H, 576], kv_cache, prefix_lens and visibility, where they run
+    """
+    q, kv_cache, prefix_lens, visibility = inputs
+    batch, n, heads, _ = q.shape
+    packed = n * heads
+    room = kv_cache.shape[1]
+    if 0 in (batch, packed):
+        return
+    q = q.reshape(batch, packed, D)
+    out, lse = out.reshape(batch, packed, D_LATENT), lse.reshape(batch, packed)
+    tiles = batch * -(-packed // ROWS)
+    blocks = grid_size(tiles, -(-room // KEYS), processors, n_splits)
+    parts = at.empty((2 * blocks, 32, 1024), np.float32)
+    tops = at.empty((2 * blocks, ROWS), np.float32)
+    totals = at.empty((2 * blocks, ROWS), np.float32)
+    splits = np.int32(n_splits or 0)
+    maps = tensor_map(at, q), tensor_map(at, kv_cache)
+    with hopper_target():
+        at.launch(
+            wgmma_kernel,
+            blocks,
+            THREADS,
+            *maps,
+            np.int32(room),
+            np.int32(heads),
+            prefix_lens,
+            visibility,
+            scale,
+            splits,
+            ZERO if exact_max else MARGIN,
+            out,
+            lse,
+            parts,
+            tops,
+            totals,
+            dynamic_shared=DYNAMIC_SHARED,
+        )
+    at.launch(
+        wgmma_merge_kernel,
+        (blocks - 1) * SLICES,
+        CONSUMERS,
+        np.int32(room),
+        prefix_lens,
+        np.int32(n),
+        splits,
+        np.int32(blocks),
+        parts,
+        tops,
+        totals,
+        out,
+        lse,
+    )
