@@ -40,6 +40,24 @@ def pytest_report_header() -> str:
         return f"ddtree_numba: {error}"
 
 
+SLOW_CELL = 1.0  # seconds
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Seconds of the notebooks' cells, the slowest first."""
+    stats = terminalreporter.stats
+    cells: dict[str, list[float]] = {}
+    for report in (*stats.get("passed", ()), *stats.get("failed", ())):
+        for name, value in report.user_properties if report.when == "call" else ():
+            if name == "cell":
+                cells.setdefault(value[1], []).append(value[0])
+    if cells:
+        terminalreporter.section(f"slowest of the notebooks' {len(cells)} cells")
+    for name, seconds in sorted(cells.items(), key=lambda cell: -max(cell[1])):
+        if max(seconds) >= SLOW_CELL:
+            terminalreporter.line(f"{max(seconds):6.2f} s  {name}")
+
+
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 
 

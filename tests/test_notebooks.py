@@ -15,13 +15,6 @@ SECONDS = 60
 each_notebook = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 
 
-def report(result):
-    """Print seconds a cell, the slowest first (pytest -rP or a failure shows it)."""
-    for cell, seconds in sorted(result.seconds, key=lambda pair: -pair[1]):
-        first = result.notebook.cells[cell].source.split("\n")[0]
-        print(f"{seconds:6.2f} s  cell {cell:2d}  {first}")
-
-
 def printed(result, what):
     """What cells whose source contains `what` printed."""
     return "".join(
@@ -32,16 +25,24 @@ def printed(result, what):
     )
 
 
-def run(notebook):
-    start = time.perf_counter()
-    result = notebooks.run(notebook)
-    report(result)
-    assert time.perf_counter() - start < SECONDS
-    return result
+@pytest.fixture
+def run(path, record_property):
+    """Run the notebook; pytest's summary lists its cells among all, slowest first."""
+
+    def run(notebook):
+        start = time.perf_counter()
+        result = notebooks.run(notebook)
+        assert time.perf_counter() - start < SECONDS
+        for cell, seconds in result.seconds:
+            first = result.notebook.cells[cell].source.split("\n")[0]
+            record_property("cell", (seconds, f"{path.stem}, cell {cell}: {first}"))
+        return result
+
+    return run
 
 
 @each_notebook
-def test_runs_as_shipped(path):
+def test_runs_as_shipped(path, run):
     result = run(notebooks.read(path))
     banner = printed(result, "lab.start()")
     assert "ddtree_numba on " in banner
@@ -51,7 +52,7 @@ def test_runs_as_shipped(path):
 
 
 @each_notebook
-def test_runs_with_the_solution_in(path):
+def test_runs_with_the_solution_in(path, run):
     number = path.name[:2]
     result = run(notebooks.solved(notebooks.read(path), number))
     count = len(find(number).cases)
@@ -60,7 +61,7 @@ def test_runs_with_the_solution_in(path):
 
 @pytest.mark.gpu
 @each_notebook
-def test_runs_on_the_gpu_and_says_so(path, monkeypatch):
+def test_runs_on_the_gpu_and_says_so(path, run, monkeypatch):
     monkeypatch.setenv("DDTREE_EXECUTOR", "gpu")
     number = path.name[:2]
     result = run(notebooks.solved(notebooks.read(path), number))
