@@ -137,33 +137,26 @@ def cases(stages: Sequence[str], shapes: str, with_peers: bool) -> Iterator[Case
 
 
 def _ceilings(side: int) -> Iterator[Case]:
-    nbytes = 2 * side * side * 16  # 2 GiB
+    nbytes = 16 * side * side  # 1 GiB: many times the second-level cache
     yield Case(
-        "ceiling",
-        "copy",
-        f"{nbytes >> 20} MiB",
-        Work(nbytes=2 * nbytes),
+        *("ceiling", "copy", f"{nbytes >> 20} MiB", Work(nbytes=2 * nbytes)),
         partial(_copy, nbytes),
-        "cold",
-        True,
-        "bytes read plus bytes written",
+        memory="cold",
+        loaded=True,
+        note="bytes read plus bytes written",
     )
     yield Case(
-        "ceiling",
-        "matmul",
-        f"({side},{side},{side}) bf16",
-        Work(2.0 * side**3),
+        *("ceiling", "matmul", f"({side},{side},{side}) bf16", Work(2.0 * side**3)),
         partial(_matmul, side),
-        "warm",
-        True,
-        "torch.mm",
+        loaded=True,
     )
 
 
 def _copy(nbytes: int, recorder: Recorder) -> Ready:
     from cuda.bindings import driver
 
-    source = cuda.to_device(np.arange(nbytes // 8))
+    numbers = np.arange(nbytes // 8)
+    source = cuda.to_device(numbers)
     target = cuda.device_array_like(source)
     stream = driver.CUstream(int(recorder.stream.handle))
     addresses = [int(x.device_ctypes_pointer.value) for x in (target, source)]
@@ -174,7 +167,7 @@ def _copy(nbytes: int, recorder: Recorder) -> Ready:
 
     launch()
     recorder.stream.synchronize()
-    if not (target[-4:].copy_to_host() == np.arange(nbytes // 8)[-4:]).all():
+    if not np.array_equal(target.copy_to_host(), numbers):
         raise WrongResult("the copy is not equal to its source")
     # In a graph the driver copies blocks of this size at two thirds of the rate.
     return Ready([launch], library="driver")
@@ -340,21 +333,13 @@ def _logits_to_tree(batch: int, n_draft_nodes: int, with_peers: bool) -> Iterato
         for memory in ("warm", "cold"):
             prepare = partial(_own_tree, batch, dtype, n_draft_nodes, memory)
             yield Case(
-                "logits_to_tree",
-                "auto",
-                name,
-                Work(nbytes=nbytes),
-                prepare,
-                memory,
-                (dtype, memory) == ("bf16", "warm"),
-                "topk, tree_build",
+                *("logits_to_tree", "auto", name, Work(nbytes=nbytes), prepare, memory),
+                loaded=(dtype, memory) == ("bf16", "warm"),
+                note="topk, tree_build",
             )
         if with_peers and dtype == "bf16":
             yield Case(
-                "logits_to_tree",
-                "torch + heapq",
-                name,
-                Work(nbytes=nbytes),
+                *("logits_to_tree", "torch + heapq", name, Work(nbytes=nbytes)),
                 partial(_heap_tree, batch, n_draft_nodes),
                 note="torch.topk, copy to the host, heapq, mask to the GPU",
             )
@@ -415,14 +400,9 @@ def _after_target(layers: int) -> Iterator[Case]:
     for memory in ("warm", "cold"):
         prepare = partial(_own_after_target, n_draft_nodes, layers, memory)
         yield Case(
-            "after_target",
-            "auto",
-            name,
-            Work(nbytes=nbytes),
-            prepare,
-            memory,
-            memory == "warm",
-            "argmax, tree_accept, kv_compact",
+            *("after_target", "auto", name, Work(nbytes=nbytes), prepare, memory),
+            loaded=memory == "warm",
+            note="argmax, tree_accept, kv_compact",
         )
 
 
