@@ -4,11 +4,14 @@ The kernels here call the emulation's own functions, without a compiler's view o
 tests/test_ptx.py holds the instructions that a GPU executes to the same.
 """
 
+import functools
+
 import numpy as np
 import pytest
 from numba import cuda, float32, int32, uint16, uint64
 from test_emulator_bugs import marked_line
 
+from ddtree_numba import emulator
 from ddtree_numba.bf16 import from_float32
 from ddtree_numba.emulator import (
     BarrierDivergenceError,
@@ -25,10 +28,14 @@ from ddtree_numba.emulator import (
     emulate,
     emulation,
     hopper,
+    traced,
     wgmma,
 )
 from ddtree_numba.emulator.bulk import Box, TensorMap
 from ddtree_numba.emulator.hopper import tensor_map
+from ddtree_numba.kernels import verify_attn_wgmma as attention
+from ddtree_numba.kernels.verify_attn import verify_attn
+from ddtree_numba.tree import DraftTree
 
 ORDERS = ("forward", "reverse", "shuffled")
 every_order = pytest.mark.parametrize("order", ORDERS)
@@ -289,8 +296,10 @@ def test_a_tensor_that_tma_cannot_take_is_refused():
         tensor_map(x, (1, 8, 72))
     with pytest.raises(ValueError, match="swizzle: expected 0 or 128"):
         tensor_map(x, (1, 8, 32), swizzle=64)
-    with pytest.raises(ValueError, match="multiples of 16 bytes"):
+    with pytest.raises(ValueError, match="positive multiples of 16 bytes"):
         tensor_map(x[:, :, 4:], (1, 8, 64))
+    with pytest.raises(ValueError, match="positive multiples of 16 bytes"):
+        tensor_map(x[:, ::-1], (1, 8, 64))
 
 
 def test_a_map_whose_tensor_is_gone_is_refused():
@@ -1094,3 +1103,127 @@ def test_a_tile_that_is_released_before_its_product_is_done_races():
     x = np.zeros((64, 64), np.uint16)
     race = only_race(early_release_kernel, 256, tensor_map(x, (64, 64)), None)
     assert sorted(race.names) == ["copy in bulk", "wgmma of warpgroup 0"]
+
+
+# -- verify attention, all of it together ---------------------------------------------
+
+
+def verify(prefix_lens, executor="emulator", **options):
+    """Attention over prefixes and a tree of five rows, four heads each."""
+    rng = np.random.default_rng(0)
+    tree = DraftTree.from_parents([[-1, 0, 0, 1, 1]] * len(prefix_lens))
+    shape = len(prefix_lens), max(prefix_lens) + 8, 576
+    q = from_float32(rng.standard_normal((shape[0], 5, 4, 576), np.float32))
+    cache = from_float32(rng.standard_normal(shape, np.float32))
+    for b, prefix_len in enumerate(prefix_lens):
+        cache[b, prefix_len + 5 :] = 0x7FC0  # NaN, behind the tail
+    inputs = q, cache, np.array(prefix_lens, np.int32), tree.visibility
+    form = {"sm_scale": 192**-0.5, "d_latent": 512}
+    return verify_attn(*inputs, **form, executor=executor, **options)
+
+
+def close_to_reference(prefix_lens, found):
+    out, lse = verify(prefix_lens, "numpy")
+    # Weights are bfloat16, and the largest value is near 4.
+    np.testing.assert_allclose(found[0], out, atol=4 * 2.0**-9, rtol=0)
+    np.testing.assert_allclose(found[1], lse, atol=1e-5, rtol=0)
+
+
+def test_verify_attention_runs_as_it_is_and_without_a_race():
+    with traced() as reports:
+        found = verify([130], version="wgmma", n_splits=1)
+    assert [report.races for report in reports] == [[]]
+    close_to_reference([130], found)
+
+
+def test_verify_attention_in_parts_that_a_second_kernel_merges():
+    close_to_reference([100], verify([100], version="wgmma", n_splits=2))
+
+
+@pytest.mark.parametrize("order", ["reverse", "shuffled"])
+def test_verify_attention_is_right_in_other_orders(order, monkeypatch):
+    other = functools.partial(emulate, order=order)
+    monkeypatch.setattr(emulator, "emulate", other)
+    close_to_reference([70], verify([70], version="wgmma", n_splits=1))
+
+
+@instruction
+def nothing(lane, *operands):
+    """In place of an instruction that somebody forgot."""
+
+
+def but_for(executed, at, *left_out):
+    """An instruction, left out where its operand `at` is one of `left_out`."""
+
+    @instruction
+    def sometimes(lane, *operands):
+        if operands[at] not in left_out:
+            executed(lane, *operands)
+
+    return sometimes
+
+
+EVEN_ARRIVED = range(attention.EVEN_ARRIVED, attention.ODD_ARRIVED)
+
+
+@instruction
+def expect_twice(lane, barriers, index, n_bytes):
+    hopper.mbarrier_arrive(lane, barriers, index, 2 * n_bytes)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead", "error", "what"),
+    [
+        ("fence_proxy_async", nothing, UnfencedError, "without a fence.proxy.async"),
+        ("fence_mbarrier_init", nothing, BarrierUseError, "no fence.mbarrier_init"),
+        ("wgmma_fence", nothing, UnfencedError, "without a wgmma.fence"),
+        ("wgmma_wait_group", nothing, InFlightError, "not waited for"),
+        ("wgmma_commit_group", nothing, InFlightError, "not even committed"),
+        (
+            "mbarrier_wait",
+            but_for(hopper.mbarrier_wait, 1, *EVEN_ARRIVED),
+            InFlightError,
+            "read while the cp.async.bulk.tensor of lane 256",
+        ),
+        (
+            "mbarrier_wait",
+            but_for(hopper.mbarrier_wait, 1, attention.EVEN_RIGHT_FREE),
+            InFlightError,
+            "the cp.async.bulk.tensor of lane 256",
+        ),
+        (
+            "mbarrier_arrive",
+            but_for(hopper.mbarrier_arrive, 1, attention.EVEN_LEFT_FREE),
+            DeadlockError,
+            "phase is never over",
+        ),
+        (
+            "mbarrier_arrive_expect_tx",
+            expect_twice,
+            DeadlockError,
+            "8192 bytes missing",
+        ),
+        (
+            "bar_sync",
+            but_for(hopper.barrier_sync, 0, attention.ODD_READY),
+            UninitialisedReadError,
+            "shared memory is read before anything was written",
+        ),
+        (
+            "bar_arrive",
+            but_for(hopper.barrier_arrive, 0, attention.EVEN_READY),
+            BarrierDivergenceError,
+            "128 of 256 lanes have come",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_verify_attention_with_an_instruction_left_out(
+    monkeypatch, name, instead, error, what
+):
+    monkeypatch.setattr(attention, name, instead)
+    with pytest.raises(error) as caught:
+        verify([130], version="wgmma", n_splits=1)
+    assert type(caught.value) is error
+    assert what in str(caught.value)
+    assert "verify_attn_wgmma.py" in str(caught.value)

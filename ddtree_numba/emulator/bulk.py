@@ -73,11 +73,14 @@ def tensor_map(
         expected = f"{swizzle}, as the swizzle" if swizzle else f"a multiple of {CHUNK}"
         raise ValueError(f"box: rows of {row} bytes; expected {expected}")
     address = tensor.__array_interface__["data"][0]
-    odd = [step for step in (address, *tensor.strides[:-1]) if step % CHUNK]
-    if odd or tensor.strides[-1] != tensor.itemsize:
+    steps = [
+        n for n, size in zip(tensor.strides, tensor.shape, strict=True) if size > 1
+    ]
+    odd = [step for step in (address, *steps[:-1]) if step % CHUNK or step <= 0]
+    if odd or steps[-1:] != [tensor.itemsize]:
         raise ValueError(
             f"tensor: expected a contiguous last axis, and an address and strides that "
-            f"are multiples of {CHUNK} bytes, got strides {tensor.strides}"
+            f"are positive multiples of {CHUNK} bytes, got strides {tensor.strides}"
         )
     owner = tensor
     while isinstance(owner.base, np.ndarray):
