@@ -176,7 +176,8 @@ def find_bin(histogram, above, kept, of_warps, found):
     `above` codes are larger than any in the histogram. ``found`` gets the bin, the
     codes above it, and these together with those in it. Ends with a block barrier.
     """
-    each = np.int32((BINS + cuda.blockDim.x - 1) // cuda.blockDim.x)
+    # One bin more than a division gives, to be sure to have them all.
+    each = np.int32(np.uint32(BINS - 1) // np.uint32(cuda.blockDim.x)) + np.int32(1)
     first = BINS - 1 - cuda.threadIdx.x * each  # this thread's bins, falling
     last = max(first - each, -1)
     mine = np.int32(0)
@@ -219,10 +220,13 @@ def count_codes(source, low, high, shift, histogram):
     row, wide, _, _, pieces, key_shift, id_bits = source
     tile = cuda.local.array(PIECE, np.float32)
     least = value_of(low, key_shift, id_bits)
-    for bin_ in range(cuda.threadIdx.x, BINS, cuda.blockDim.x):
+    bin_ = cuda.threadIdx.x
+    while bin_ < BINS:
         histogram[bin_] = 0
+        bin_ += cuda.blockDim.x
     cuda.syncthreads()  # the bins are empty before anything is counted
-    for p in range(cuda.threadIdx.x, pieces, cuda.blockDim.x):
+    p = cuda.threadIdx.x
+    while p < pieces:
         start = piece_start(source, p)
         load_piece(row, start, wide, tile, 0)
         for j in range(PIECE):
@@ -230,6 +234,7 @@ def count_codes(source, low, high, shift, histogram):
                 code = code_of(tile[j], start + j, row.size, key_shift, id_bits)
                 if low <= code < high:
                     cuda.atomic.add(histogram, (code - low) >> shift, 1)
+        p += cuda.blockDim.x
     cuda.syncthreads()  # everything is counted before the bins are read
 
 
@@ -247,7 +252,8 @@ def gather_codes(source, low, used, codes, room):
     if cuda.threadIdx.x == 0:
         used[0] = 0
     cuda.syncthreads()  # the count starts before anyone adds to it
-    for p in range(cuda.threadIdx.x, pieces, cuda.blockDim.x):
+    p = cuda.threadIdx.x
+    while p < pieces:
         start = piece_start(source, p)
         load_piece(row, start, wide, tile, 0)
         passing = 0  # a bit an element
@@ -256,14 +262,14 @@ def gather_codes(source, low, used, codes, room):
                 code = code_of(tile[j], start + j, row.size, key_shift, id_bits)
                 if code >= low:
                     passing |= 1 << j
-        if passing == 0:
-            continue
-        at = cuda.atomic.add(used, 0, cuda.popc(np.int32(passing)))
-        for j in range(PIECE):
-            if passing >> j & 1 and at < room:
-                code = code_of(tile[j], start + j, row.size, key_shift, id_bits)
-                codes[at] = code
-                at += 1
+        if passing != 0:
+            at = cuda.atomic.add(used, 0, cuda.popc(np.int32(passing)))
+            for j in range(PIECE):
+                if passing >> j & 1 and at < room:
+                    code = code_of(tile[j], start + j, row.size, key_shift, id_bits)
+                    codes[at] = code
+                    at += 1
+        p += cuda.blockDim.x
     cuda.syncthreads()  # all are collected before they are counted and read
     return used[0]
 
@@ -297,24 +303,28 @@ def sort_falling(codes, count):
     """
     half = np.uint32(codes.size // 2)
     n = np.uint32(count)
-    for t in range(cuda.threadIdx.x, count, cuda.blockDim.x):
-        i = np.uint32(t)
+    i = np.uint32(cuda.threadIdx.x)
+    while i < n:
         mine = codes[i]
         first = i & ~np.uint32(WARP - 1)
-        place = half + first
-        for j in range(first, min(first + np.uint32(WARP), n)):
-            if codes[np.uint32(j)] > mine:
-                place += np.uint32(1)
+        place = np.uint32(half + first)
+        j = first
+        last = min(np.uint32(first + np.uint32(WARP)), n)
+        while j < last:
+            if codes[j] > mine:
+                place = np.uint32(place + np.uint32(1))
+            j = np.uint32(j + np.uint32(1))
         codes[place] = mine
+        i = np.uint32(i + np.uint32(cuda.blockDim.x))
     cuda.syncthreads()  # the runs are there before they are merged
     start = half
     width = np.uint32(WARP)
     while width < n:
-        for t in range(cuda.threadIdx.x, count, cuda.blockDim.x):
-            i = np.uint32(t)
+        i = np.uint32(cuda.threadIdx.x)
+        while i < n:
             mine = codes[start + i]
-            other = min((i ^ width) & ~(width - np.uint32(1)), n)
-            low, high = other, min(other + width, n)
+            other = min(np.uint32((i ^ width) & ~(width - np.uint32(1))), n)
+            low, high = other, min(np.uint32(other + width), n)
             while low < high:
                 middle = np.uint32((low + high) >> np.uint32(1))
                 if codes[start + middle] > mine:
@@ -323,7 +333,8 @@ def sort_falling(codes, count):
                     high = middle
             # i without the bit that says which run of the two, and what is larger
             place = np.uint32((i & ~width) + (low - other))
-            codes[(half - start) + place] = mine
+            codes[np.uint32((half - start) + place)] = mine
+            i = np.uint32(i + np.uint32(cuda.blockDim.x))
         cuda.syncthreads()  # the merged runs are there before they are read
         start = np.uint32(half - start)
         width = np.uint32(width << np.uint32(1))
@@ -344,17 +355,21 @@ def write_best(codes, count, row, id_bits, top, total, log_probs, token_ids):
     """Order the codes gathered and write the best of them."""
     log_total = math.log(total)
     start = sort_falling(codes, count)
-    for k in range(cuda.threadIdx.x, token_ids.size, cuda.blockDim.x):
+    k = cuda.threadIdx.x
+    while k < token_ids.size:
         code = codes[start + np.uint32(k)]
         write_token(k, code, row, id_bits, top, log_total, log_probs, token_ids)
+        k += cuda.blockDim.x
 
 
 @cuda.jit(device=True)
 def write_bad_row(log_probs, token_ids):
     """Mark a row that is no distribution."""
-    for k in range(cuda.threadIdx.x, token_ids.size, cuda.blockDim.x):
+    k = cuda.threadIdx.x
+    while k < token_ids.size:
         log_probs[k] = np.float32(math.nan)
         token_ids[k] = -1
+        k += cuda.blockDim.x
 
 
 # ----------------------------------------------------------------------- simple version
@@ -504,8 +519,10 @@ def lowest_of(row, wide):
     """The lowest element of a row, for every thread; a block barrier."""
     tile = cuda.local.array(PIECE, np.float32)
     lowest = np.float32(math.inf)
-    for start in range(cuda.threadIdx.x * PIECE, row.size, cuda.blockDim.x * PIECE):
+    start = cuda.threadIdx.x * PIECE
+    while start < row.size:
         load_piece(row, start, wide, tile, 0)
+        start += cuda.blockDim.x * PIECE
         for j in range(PIECE):
             lowest = cuda.libdevice.fminf(lowest, tile[j])
     return block_min(lowest)
@@ -560,8 +577,10 @@ def topk_pick_kernel(
     most = min(kept + ROOM, MAX_CHUNKS)
     low = narrow(source, kept, most, low, high, n, bins)
     n_chunks = gather_codes(source, low, used, codes, CAPACITY)
-    for i in range(cuda.threadIdx.x, n_chunks, cuda.blockDim.x):
+    i = cuda.threadIdx.x
+    while i < n_chunks:
         chunks[i] = n - 1 - (codes[i] & ((np.int64(1) << chunk_bits) - 1))
+        i += cuda.blockDim.x
 
     # Their tokens that are as good as the K-th chunk's best, at least K of them.
     low = low >> chunk_bits << id_bits if n >= kept else 0

@@ -110,7 +110,8 @@ def look_through(table, wide):
     tile = cuda.local.array(PIECE, np.float32)
     found = np.int32(0)
     pieces = (table.shape[1] + PIECE - 1) // PIECE
-    for p in range(cuda.threadIdx.x, table.shape[0] * pieces, cuda.blockDim.x):
+    p = cuda.threadIdx.x
+    while p < table.shape[0] * pieces:
         position = np.uint32(p) // np.uint32(pieces)
         start = np.uint32((np.uint32(p) - position * np.uint32(pieces)) * PIECE)
         row = table[position]
@@ -123,6 +124,7 @@ def look_through(table, wide):
             elif x > above:
                 found |= RISES
             above = x
+        p += cuda.blockDim.x
     rises = cuda.syncthreads_or(np.int32(found & RISES)) != 0
     nan = cuda.syncthreads_or(np.int32(found & HOLDS_NAN)) != 0
     return (HOLDS_NAN if nan else 0) | (RISES if rises else 0)
@@ -141,9 +143,10 @@ def put_root(rows):
 @cuda.jit(device=True)
 def child_score(table, parent_score, depth, rank):
     """Score of a child at a depth, -inf if the table ends before it."""
-    if depth > table.shape[0] or rank >= table.shape[1]:
+    # Unsigned beside signed 64 bits would be compared as float64.
+    if depth > np.uint32(table.shape[0]) or rank >= np.uint32(table.shape[1]):
         return np.float64(-math.inf)
-    return parent_score + np.float64(table[depth - np.uint32(1), rank])
+    return parent_score + np.float64(table[np.uint32(depth - np.uint32(1)), rank])
 
 
 @cuda.jit(device=True)
@@ -203,13 +206,26 @@ def best_of_lane(count, frontier, rows):
     s = np.uint32(cuda.threadIdx.x)
     while s < count:
         score = scores[s]
-        if score > best:
-            best, slot = score, s
-        elif score == best and best > -math.inf:
-            if slot_is_lower(s, slot, frontier, rows):
-                slot = s
-        s += np.uint32(WARP)
+        better = score > best
+        if score == best and best > -math.inf:
+            better = slot_is_lower(s, slot, frontier, rows)
+        best = score if better else best
+        slot = s if better else slot
+        s = np.uint32(s + np.uint32(WARP))
     return best, slot
+
+
+@cuda.jit(device=True)
+def look_ahead(table, score, slot, frontier, rows):
+    """What follows a candidate if it is taken: the scores of its sibling and child."""
+    row_scores, _, row_depths, _, _ = rows
+    if slot == np.uint32(NO_SLOT):
+        return np.float64(-math.inf), np.float64(-math.inf)
+    depth = np.uint32(row_depths[slot] + np.uint32(1))
+    rank = np.uint32(frontier[1][slot] + np.uint32(1))
+    sibling = child_score(table, row_scores[slot], depth, rank)
+    depth = np.uint32(depth + np.uint32(1))
+    return sibling, child_score(table, score, depth, np.uint32(0))
 
 
 @cuda.jit(device=True)
@@ -270,14 +286,16 @@ def best_lane(best, slot, frontier, rows):
 def select_rows(table, budget, frontier, rows):
     """One warp takes the best candidate as the next row until `budget` are taken.
 
-    Fills the rows' arrays from row 1 on and returns how many rows there are.
+    Fills the rows' arrays from row 1 on and returns how many rows there are. Row s and
+    slot s are lane ``s % 32``'s own; of another lane's it reads a label.
 
-    A lone warp is slow in proportion to its instructions, so rows, slots and ranks are
-    unsigned: a signed index costs Numba a test for a negative one.
+    A lone warp is slow in proportion to its instructions, so what is to follow a lane's
+    best candidate is loaded while the lanes find out whose is taken, and rows, slots
+    and ranks are unsigned: a signed index costs Numba a test for a negative one.
     """
     scores, ranks, before, labels, bits = frontier
     row_scores, row_parents, row_depths, row_ranks, row_before = rows
-    lane = cuda.threadIdx.x
+    lane = np.uint32(cuda.threadIdx.x)
     best = np.float64(-math.inf)  # of this lane's slots
     best_slot = np.uint32(NO_SLOT)
     if lane == 0:
@@ -290,42 +308,51 @@ def select_rows(table, budget, frontier, rows):
         scores[0] = best
         if best > -math.inf:
             best_slot = np.uint32(0)
+    sibling, child = look_ahead(table, best, best_slot, frontier, rows)
     row = np.uint32(1)
     while row <= budget:
-        cuda.syncwarp()  # what the row before has changed is there
+        cuda.syncwarp()  # the labels of the rows before are there
         winner = best_lane(best, best_slot, frontier, rows)
         if winner < 0:  # in every lane alike
             break
-        score = cuda.shfl_sync(FULL_WARP, best, winner)
-        slot = np.uint32(cuda.shfl_sync(FULL_WARP, np.int32(best_slot), winner))
-        rank = np.uint32(ranks[slot])
-        depth = np.uint32(row_depths[slot]) + np.uint32(1)
-        previous = before[slot]
-        sibling = child_score(table, row_scores[slot], depth, rank + np.uint32(1))
-        child = child_score(table, score, depth + np.uint32(1), np.uint32(0))
-        cuda.syncwarp()  # every lane has read the slot before it changes
+        where, what = np.int32(0), np.int32(0)
         if lane == winner:
+            where = np.int32(best_slot | np.uint32(before[best_slot]) << np.uint32(16))
+            what = np.int32(
+                np.uint32(row_depths[best_slot])
+                | np.uint32(ranks[best_slot]) << np.uint32(16)
+            )
+        score = cuda.shfl_sync(FULL_WARP, best, winner)
+        of_child = cuda.shfl_sync(FULL_WARP, child, winner)
+        where = np.uint32(cuda.shfl_sync(FULL_WARP, where, winner))
+        what = np.uint32(cuda.shfl_sync(FULL_WARP, what, winner))
+        slot = np.uint32(where & np.uint32(0xFFFF))
+        rank = np.uint32(what >> np.uint32(16))
+        mine = lane == row & np.uint32(WARP - 1)
+        if lane == winner:
+            scores[slot] = sibling
             ranks[slot] = rank + np.uint32(1)
             before[slot] = row
-            scores[slot] = sibling
             best, best_slot = best_of_lane(row, frontier, rows)
-        if lane == row % np.uint32(WARP):
+        if mine:
             row_scores[row] = score
             row_parents[row] = slot
-            row_depths[row] = depth
+            row_depths[row] = (what & np.uint32(0xFFFF)) + np.uint32(1)
             row_ranks[row] = rank
-            row_before[row] = previous
-            if row < budget:  # the last row's child has no slot
-                scores[row] = child
-                ranks[row] = 0
-                before[row] = 0
-                labels[row], bits[row] = add_rank(labels[slot], bits[slot], rank)
-                if child > best:
-                    best, best_slot = child, row
-                elif child == best and best > -math.inf:
-                    if slot_is_lower(row, best_slot, frontier, rows):
-                        best_slot = row
-        row += np.uint32(1)
+            row_before[row] = where >> np.uint32(16)
+        if mine and row < budget:  # the last row's child has no slot
+            scores[row] = of_child
+            ranks[row] = 0
+            before[row] = 0
+            labels[row], bits[row] = add_rank(labels[slot], bits[slot], rank)
+            better = of_child > best
+            if of_child == best and best > -math.inf:
+                better = slot_is_lower(row, best_slot, frontier, rows)
+            best = of_child if better else best
+            best_slot = row if better else best_slot
+        if lane == winner or mine:
+            sibling, child = look_ahead(table, best, best_slot, frontier, rows)
+        row = np.uint32(row + np.uint32(1))
     return row
 
 
@@ -354,12 +381,14 @@ def write_visibility(words, i, row_parents):
 def start_request(b, n_draft_nodes, ragged, most, next_token, next_sibling, visibility):
     """Clear what is only set in places, and return the budget."""
     warp, lane = cuda.threadIdx.x // WARP, cuda.threadIdx.x % WARP
-    for i in range(warp, visibility.shape[1], cuda.blockDim.x // WARP):
+    i = warp
+    while i < visibility.shape[1]:
         for word in range(lane, visibility.shape[2], WARP):
             visibility[b, i, word] = 0
         if lane == 0:
             next_token[b, i] = -1
             next_sibling[b, i] = -1
+        i += cuda.blockDim.x // WARP
     budget = most
     if ragged:
         budget = max(0, min(most, n_draft_nodes[b]))
@@ -446,8 +475,10 @@ def tree_build_kernel(
     cuda.syncthreads()
     if cuda.threadIdx.x == 0:
         n_rows[b] = live[0]
-    for i in range(cuda.threadIdx.x, parents.shape[1], cuda.blockDim.x):
+    i = cuda.threadIdx.x
+    while i < parents.shape[1]:
         write_row(b, i, live[0], candidates, root_tokens, rooted, rows, tree)
+        i += cuda.blockDim.x
 
 
 # --------------------------------------------------------------------- parallel version
@@ -462,8 +493,10 @@ def bin_of(score, scale):
 @cuda.jit(device=True)
 def clear_bins(histogram):
     """Empty the histogram; ends with a block barrier."""
-    for i in range(cuda.threadIdx.x, BINS, cuda.blockDim.x):
+    i = cuda.threadIdx.x
+    while i < BINS:
         histogram[i] = 0
+        i += cuda.blockDim.x
     cuda.syncthreads()  # the bins are empty before anything is counted
 
 
@@ -475,7 +508,7 @@ def last_bin(counting, budget):
     """
     histogram, of_warps, cells = counting
     cuda.syncthreads()  # everything is counted before the bins are read
-    each = BINS // cuda.blockDim.x
+    each = np.int32(np.uint32(BINS) // np.uint32(cuda.blockDim.x))
     first = cuda.threadIdx.x * each
     mine = np.int32(0)
     for i in range(first, first + each):
@@ -512,7 +545,8 @@ def spread_over(bound):
 def count_spines(table, scale, histogram):
     """Count all paths that follow the best candidates but for their last one."""
     warp, lane = cuda.threadIdx.x // WARP, cuda.threadIdx.x % WARP
-    for position in range(warp, table.shape[0], cuda.blockDim.x // WARP):
+    position = warp
+    while position < table.shape[0]:
         spine = np.float64(0.0)
         for before in range(position):
             spine += np.float64(table[before, 0])
@@ -520,6 +554,7 @@ def count_spines(table, scale, histogram):
             score = spine + np.float64(table[position, rank])
             if score > -math.inf:
                 cuda.atomic.add(histogram, bin_of(score, scale), 1)
+        position += cuda.blockDim.x // WARP
 
 
 @cuda.jit(device=True)
@@ -578,7 +613,8 @@ def take_children(table, budget, depth, level, state, counting, batch, pool):
     offsets, level_scores = batch
     scores = pool[2]
     row = table[depth - 1]
-    for start in range(level[0], level[1], cuda.blockDim.x):
+    start = level[0]
+    while start < level[1]:
         parent = start + cuda.threadIdx.x
         score = np.float64(0.0)
         if 0 <= parent < level[1]:
@@ -595,7 +631,8 @@ def take_children(table, budget, depth, level, state, counting, batch, pool):
             stored = used + total <= scores.size
             if not stored and (counted or total > MOST_COUNTED):
                 return scores.size + 1, bound, scale
-            for j in range(cuda.threadIdx.x, total, cuda.blockDim.x):
+            j = cuda.threadIdx.x
+            while j < total:
                 i = place_of(j, offsets)
                 rank = j - offsets[i]
                 child = level_scores[i] + np.float64(row[rank])
@@ -604,10 +641,13 @@ def take_children(table, budget, depth, level, state, counting, batch, pool):
                 if stored:
                     scores[used + j] = child
                     put_node(pool, used + j, start + i, depth, rank)
-            # Its barriers also order the pool, and the places while they are read.
-            bound = bound_of(last_bin(counting, budget), scale, bound)
+                j += cuda.blockDim.x
+            if not counted and total > 0:
+                bound = bound_of(last_bin(counting, budget), scale, bound)
             counted = True
+            cuda.syncthreads()  # the places were read; the children are in the pool
         used += total
+        start += cuda.blockDim.x
     return used, bound, scale
 
 
@@ -615,9 +655,11 @@ def take_children(table, budget, depth, level, state, counting, batch, pool):
 def count_pool(end, bound, scale, histogram, scores):
     """Count the pool's nodes that score no less than the bound."""
     clear_bins(histogram)
-    for slot in range(cuda.threadIdx.x, end, cuda.blockDim.x):
+    slot = cuda.threadIdx.x
+    while slot < end:
         if scores[slot] >= bound:
             cuda.atomic.add(histogram, bin_of(scores[slot], scale), 1)
+        slot += cuda.blockDim.x
 
 
 @cuda.jit(device=True)
@@ -666,7 +708,7 @@ def order_nodes(end, bound, counting, pool, keys, slots):
     cuda.syncthreads()  # the histogram was read
     count_pool(end, bound, scale, histogram, scores)
     cuda.syncthreads()  # everything is counted before the bins are read
-    each = BINS // cuda.blockDim.x
+    each = np.int32(np.uint32(BINS) // np.uint32(cuda.blockDim.x))
     first = cuda.threadIdx.x * each
     mine = np.int32(0)
     for i in range(first, first + each):
@@ -678,12 +720,14 @@ def order_nodes(end, bound, counting, pool, keys, slots):
         before += count
     cuda.syncthreads()  # every start is there before it is counted up
     if total <= keys.size:
-        for slot in range(cuda.threadIdx.x, end, cuda.blockDim.x):
+        slot = cuda.threadIdx.x
+        while slot < end:
             score = scores[slot]
             if score >= bound:
                 i = cuda.atomic.add(histogram, bin_of(score, scale), 1)
                 keys[i] = score
                 slots[i] = slot
+            slot += cuda.blockDim.x
     cuda.syncthreads()  # all are gathered before they are read
     return total
 
@@ -715,14 +759,18 @@ def write_rows(count, budget, bound, histogram, pool, keys, slots, rows):
     nodes = pool[0]
     if cuda.threadIdx.x == 0:
         put_root(rows)
-    for i in range(cuda.threadIdx.x, count, cuda.blockDim.x):
+    i = cuda.threadIdx.x
+    while i < count:
         row = place_in_order(i, bound, histogram, pool, keys, slots) + 1
         nodes[ROW, slots[i]] = row
         if row <= budget:
             row_scores[row] = keys[i]
             row_parents[row] = slots[i]  # the node, until all rows are known
+        i += cuda.blockDim.x
     cuda.syncthreads()  # every node's row is known before it is read
-    for row in range(1 + cuda.threadIdx.x, min(count, budget) + 1, cuda.blockDim.x):
+    live = min(count, budget) + 1
+    row = 1 + cuda.threadIdx.x
+    while row < live:
         slot = np.int32(row_parents[row])
         parent, rank = nodes[PARENT, slot], nodes[RANK, slot]
         row_depths[row] = nodes[DEPTH, slot]
@@ -730,6 +778,7 @@ def write_rows(count, budget, bound, histogram, pool, keys, slots, rows):
         row_parents[row] = nodes[ROW, parent] if parent >= 0 else 0
         # Children of a node stand side by side in the pool.
         row_before[row] = nodes[ROW, slot - 1] if rank > 0 else 0
+        row += cuda.blockDim.x
 
 
 @cuda.jit
@@ -799,8 +848,10 @@ def tree_build_parallel_kernel(
     cuda.syncthreads()
     if cuda.threadIdx.x == 0:
         n_rows[b] = live[0]
-    for i in range(cuda.threadIdx.x, parents.shape[1], cuda.blockDim.x):
+    i = cuda.threadIdx.x
+    while i < parents.shape[1]:
         write_row(b, i, live[0], candidates, root_tokens, rooted, rows, tree)
+        i += cuda.blockDim.x
 
 
 def tree_build(
