@@ -4,8 +4,10 @@ import re
 import time
 
 import pytest
+from PIL import Image
 
 from ddtree_numba.lab import notebooks
+from ddtree_numba.lab.__main__ import main
 from ddtree_numba.lab.exercise import find
 
 PATHS = notebooks.paths()
@@ -206,3 +208,30 @@ def test_an_unknown_number_is_refused():
         notebooks.paths(["77"])
     with pytest.raises(notebooks.NotebookError, match="0 cells with the tag"):
         notebooks.solved(notebook(cell()), "02")
+
+
+def test_the_command_checks_builds_solved_and_writes_pictures(tmp_path, capsys):
+    assert main(["check", "02"]) == 0
+    assert capsys.readouterr().out == "in normal form\n"
+    assert main(["pictures", "2", "--out", str(tmp_path / "pictures")]) == 0
+    written = sorted((tmp_path / "pictures").iterdir())
+    assert capsys.readouterr().out.split() == [str(path) for path in written]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+    assert main(["check", "77"]) == 1
+    assert "no notebook 77" in capsys.readouterr().err
+
+
+def test_build_writes_outputs_and_a_cover(tmp_path):
+    source = """
+from ddtree_numba import viz
+from ddtree_numba.tree import DraftTree
+viz.show(viz.tree_figure(DraftTree.from_parents([-1, 0])))"""
+    path = stored(tmp_path, cell(source=source, metadata={"tags": ["cover"]}))
+    notebooks.build(path)
+    assert list(notebooks.faults(path)) == []
+    assert len(list(notebooks.pictures(notebooks.read(path)))) == 1
+    with Image.open(tmp_path / "pictures" / "00.png") as cover:
+        assert cover.width == notebooks.COVER_WIDTH
+    before = path.read_bytes()
+    notebooks.build(path)
+    assert path.read_bytes() == before, "a second build changes nothing"

@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from ddtree_numba.lab import notebooks
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 0 if all is well, 1 if a notebook is not."""
-    args = _parser().parse_args()
+    args = _parser().parse_args(argv)
     try:
         return args.run(args)
     except (notebooks.NotebookError, notebooks.CellExecutionError) as error:
