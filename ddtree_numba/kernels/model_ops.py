@@ -37,7 +37,8 @@ from numba import cuda
 WARP = 32
 FULL_WARP = 0xFFFFFFFF
 TILE = 16  # rows and columns of a matrix product that a block computes
-DEPTH = 64  # products of each that it adds between two barriers
+DEPTH = 32  # products of each that it adds between two barriers
+PADDED = DEPTH + 1  # so that two rows lie in different banks
 MATMUL_THREADS = TILE * TILE
 THREADS = 128
 WARPS = THREADS // WARP
@@ -93,25 +94,26 @@ def matmul_kernel(
     add,  # i32
     out,  # out [R, G, C or more] f32 or f64
 ):
-    xs = cuda.shared.array((TILE, DEPTH), np.float64)
-    ws = cuda.shared.array((DEPTH, TILE), np.float64)
+    xs = cuda.shared.array((TILE, PADDED), np.float64)
+    ws = cuda.shared.array((TILE, PADDED), np.float64)  # its columns
     group = cuda.blockIdx.z
     i, j = cuda.threadIdx.x // TILE, cuda.threadIdx.x % TILE
     row = cuda.blockIdx.x * TILE + i
     column = cuda.blockIdx.y * TILE + j
+    # By these views the loop over k is unrolled; by two indices each it would not be.
+    own_row, own_column = xs[i], ws[j]
     total = np.float64(0.0)
     for start in range(0, w.shape[1], DEPTH):
-        depth = min(DEPTH, w.shape[1] - start)
-        for k in range(j, depth, TILE):
-            if row < x.shape[0]:
-                xs[i, k] = x[row, group, start + k]
-        for k in range(i, depth, TILE):
-            if column < w.shape[2]:
-                ws[k, j] = w[group, start + k, column]
+        for k in range(0, DEPTH, TILE):
+            xs[i, k + j] = 0.0
+            if row < x.shape[0] and start + k + j < w.shape[1]:
+                xs[i, k + j] = x[row, group, start + k + j]
+            ws[j, k + i] = 0.0
+            if start + k + i < w.shape[1] and column < w.shape[2]:
+                ws[j, k + i] = w[group, start + k + i, column]
         cuda.syncthreads()  # both tiles are there before they are read
-        if row < x.shape[0] and column < w.shape[2]:
-            for k in range(depth):
-                total += xs[i, k] * ws[k, j]
+        for k in range(DEPTH):
+            total += own_row[k] * own_column[k]
         cuda.syncthreads()  # both were read before the next ones come
     if row < x.shape[0] and column < w.shape[2]:
         if add:
