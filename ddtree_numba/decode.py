@@ -179,7 +179,8 @@ def generate(
     stop_tokens : sequence of int
         A request ends after the first of them, which it keeps.
     executor : {"gpu", "emulator", "numpy"}, optional
-        Where the stages run; the GPU if there is one, else NumPy.
+        Where the stages run; the GPU if there is one, else NumPy. On a GPU the small
+        model runs too, and every round but the first is one CUDA graph's replay.
     progress : bool
         Show a progress bar on standard error.
 

@@ -1,5 +1,7 @@
 """The small model's kernels compute what its NumPy text does, and so do its passes."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from numba import float32, float64, int32
@@ -241,6 +243,12 @@ def test_the_loop_on_the_device_leaves_the_trace_of_the_loop_in_numpy(executor):
             assert_array_equal(x, y)
         assert [found.path(b) for b in (0, 1)] == [expected.path(b) for b in (0, 1)]
     assert not traces[0][1].active[0]
+
+
+def test_heads_wider_than_a_block_are_an_error():
+    config = dataclasses.replace(TINY, d_model=136, draft_heads=1)
+    with pytest.raises(ValueError, match="heads are 136 wide; expected up to 128"):
+        DeviceModel(Model.random(1, config), "emulator")
 
 
 @pytest.mark.gpu
