@@ -195,8 +195,7 @@ class Threshold(Until):
         self.array, self.index, self.value = array, index, value
 
     def ready(self) -> bool:
-        found = int(self.array.data[self.index])
-        return (found - self.value) % 2**32 < 2**31
+        return bool(self.array.data[self.index] >= self.value)
 
     def __str__(self) -> str:
         found = self.array.data[self.index]

@@ -310,9 +310,6 @@ def set_max_registers(lane: Executing, count: int) -> None:
 
 
 def wait_for_at_least(lane: Executing, array: Any, index: Any, value: int) -> None:
-    """Load (``ld.acquire``) until an int32 counter has come to `value` or passed it.
-
-    "Passed" as integers that wrap see it. Other blocks run in the meantime.
-    """
+    """Load (``ld.acquire``) until a counter is `value` or more; other blocks run."""
     lane.hub.wait_until("ld.acquire", Threshold(array, index, value), lane.frame)
     array.load(index, lane.frame, ATOMIC)
