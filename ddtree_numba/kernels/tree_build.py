@@ -324,10 +324,10 @@ def select_rows(table, budget, frontier, rows):
             )
         score = cuda.shfl_sync(FULL_WARP, best, winner)
         of_child = cuda.shfl_sync(FULL_WARP, child, winner)
-        where = np.uint32(cuda.shfl_sync(FULL_WARP, where, winner))
-        what = np.uint32(cuda.shfl_sync(FULL_WARP, what, winner))
-        slot = np.uint32(where & np.uint32(0xFFFF))
-        rank = np.uint32(what >> np.uint32(16))
+        place = np.uint32(cuda.shfl_sync(FULL_WARP, where, winner))
+        kind = np.uint32(cuda.shfl_sync(FULL_WARP, what, winner))
+        slot = np.uint32(place & np.uint32(0xFFFF))
+        rank = np.uint32(kind >> np.uint32(16))
         mine = lane == row & np.uint32(WARP - 1)
         if lane == winner:
             scores[slot] = sibling
@@ -337,9 +337,9 @@ def select_rows(table, budget, frontier, rows):
         if mine:
             row_scores[row] = score
             row_parents[row] = slot
-            row_depths[row] = (what & np.uint32(0xFFFF)) + np.uint32(1)
+            row_depths[row] = (kind & np.uint32(0xFFFF)) + np.uint32(1)
             row_ranks[row] = rank
-            row_before[row] = where >> np.uint32(16)
+            row_before[row] = place >> np.uint32(16)
         if mine and row < budget:  # the last row's child has no slot
             scores[row] = of_child
             ranks[row] = 0
