@@ -210,6 +210,12 @@ def test_an_unknown_number_is_refused():
         notebooks.solved(notebook(cell()), "02")
 
 
+def test_an_installed_copy_without_notebooks_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(notebooks, "FOLDER", tmp_path)
+    with pytest.raises(notebooks.NotebookError, match="expected a checkout"):
+        notebooks.paths()
+
+
 def test_the_command_checks_builds_solved_and_writes_pictures(tmp_path, capsys):
     assert main(["check", "02"]) == 0
     assert capsys.readouterr().out == "in normal form\n"

@@ -93,9 +93,12 @@ def paths(which: Sequence[str] = ()) -> list[Path]:
     Raises
     ------
     NotebookError
-        For a number without a notebook.
+        For a number without a notebook, or if there are none: an installed copy of
+        the package has none.
     """
     found = sorted(FOLDER.glob("[0-9][0-9]_*.ipynb"))
+    if not found:
+        raise NotebookError(f"no notebooks in {FOLDER}; expected a checkout's folder")
     if not which:
         return found
     wanted = [str(n).zfill(2) for n in which]
