@@ -1105,6 +1105,94 @@ def test_a_tile_that_is_released_before_its_product_is_done_races():
     assert sorted(race.names) == ["copy in bulk", "wgmma of warpgroup 0"]
 
 
+@cuda.jit
+def one_warp_knows_kernel(boxes, out):
+    tile = cuda.shared.array(4096, uint16, alignment=1024)
+    full = cuda.shared.array(1, uint64)
+    sums = cuda.local.array(32, float32)
+    i = cuda.threadIdx.x
+    if i == 0:
+        mbarrier_init(full, 0, 1)
+        fence_mbarriers()
+        mbarrier_arrive(full, 0, 8192)
+        bulk_load(tile, 0, boxes, 0, (0, 0), full, 0)  # <- 1
+        mbarrier_wait(full, 0, 0)
+    cuda.syncwarp()  # the first warp knows that the tile is there; the others do not
+    fence_products()
+    a = TILE | shared_address(tile, 0) >> 4
+    multiply_64(sums, a, a, False)  # <- 2
+    commit_products()
+    wait_for_products(0)
+
+
+def test_every_warp_of_a_product_must_know_of_its_operand():
+    x = np.zeros((64, 64), np.uint16)
+    race = only_race(one_warp_knows_kernel, 128, tensor_map(x, (64, 64)), None)
+    assert race.names == ("copy in bulk", "wgmma of warpgroup 0")
+
+
+@cuda.jit
+def own_rows_kernel(out):
+    # A's rows of a warp are written by that warp; B by all
+    tiles = cuda.shared.array(8192, uint16, alignment=1024)
+    sums = cuda.local.array(32, float32)
+    i = cuda.threadIdx.x
+    for n in range(32):
+        tiles[4096 + n * 128 + i] = 0x3F80
+    cuda.syncthreads()  # all of B is there
+    for n in range(32):
+        tiles[i // 32 * 1024 + n * 32 + i % 32] = 0x3F80
+    fence_proxy()
+    cuda.syncwarp()
+    fence_products()
+    a = TILE | shared_address(tiles, 0) >> 4
+    multiply_64(sums, a, a + 512, False)
+    commit_products()
+    wait_for_products(0)
+
+
+@cuda.jit
+def others_columns_kernel(out):
+    tiles = cuda.shared.array(8192, uint16, alignment=1024)
+    sums = cuda.local.array(32, float32)
+    fill(tiles)
+    fence_proxy()
+    cuda.syncwarp()  # other warps have written parts of B
+    fence_products()
+    a = TILE | shared_address(tiles, 0) >> 4
+    multiply_64(sums, a, a + 512, False)  # <- 2
+    commit_products()
+    wait_for_products(0)
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse"])
+def test_a_warp_reads_its_own_rows_of_a_and_all_of_b(order):
+    options = dict(trace=True, order=order)
+    assert emulate(own_rows_kernel, 1, 128, None, **options).races == []
+    races = emulate(others_columns_kernel, 1, 128, None, **options).races
+    assert {race.names[1] for race in races} == {"wgmma of warpgroup 0"}
+    assert {race.linenos[1] for race in races} == {
+        marked_line(others_columns_kernel, "# <- 2")
+    }
+
+
+@cuda.jit
+def early_arrival_kernel(out):
+    box = cuda.shared.array(32, int32)
+    i = cuda.threadIdx.x
+    if i < 32:
+        barrier_arrive(1, 64)  # should stand below the store
+        box[i] = i  # <- 1
+    else:
+        barrier_sync(1, 64)
+        out[0, i - 32] = box[63 - i]  # <- 2
+
+
+def test_what_is_done_after_an_arrival_is_not_ordered_by_it():
+    race = only_race(early_arrival_kernel, 64, np.zeros((1, 32), np.int32))
+    assert race.kinds == ("write", "read")
+
+
 # -- verify attention, all of it together ---------------------------------------------
 
 
