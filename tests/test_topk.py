@@ -317,14 +317,14 @@ def test_no_race_in_any_order_of_the_lanes(small_constants, order):
 def test_no_race_in_the_chunks_version(small_constants, order):
     """Two spans, with ties, so that chunks and tokens are narrowed down and sorted."""
     logits = CASTS["bf16"](np.random.default_rng(3).integers(-2, 3, (1, 1, 1100)))
-    tops, totals = np.empty((2, 1, 2), np.float32)
+    tops, totals, lows = np.empty((3, 1, 2), np.float32)
     maxima = np.empty((1, 256), np.float32)
     found = np.empty((1, 1, 11), np.float32), np.empty((1, 1, 11), np.int32)
     options = {"order": order, "trace": True}
-    arguments = (logits, 0, 0, tops, totals, maxima)
+    arguments = (logits, 0, 0, tops, totals, lows, maxima)
     report = emulate(topk_scan_kernel, 1, 64, *arguments, **options)
     assert not report.races
-    arguments = (logits, 0, 16, 11, 8, 0, tops, totals, maxima, *found)
+    arguments = (logits, 0, 16, 11, 8, 0, tops, totals, lows, maxima, *found)
     report = emulate(topk_pick_kernel, 1, 64, *arguments, **options)
     assert not report.races
     assert_topk(found, brute_force(logits, 11))
@@ -347,8 +347,8 @@ def test_ptx_needs_no_float64_and_no_local_memory(cc, dtype):
     sums = float32[:, ::1]
     for kernel, *signature in (
         (topk_kernel, logits, *[int32] * 3, log_probs, ids),
-        (topk_scan_kernel, logits, *[int32] * 2, *[sums] * 3),
-        (topk_pick_kernel, logits, *[int32] * 5, *[sums] * 3, log_probs, ids),
+        (topk_scan_kernel, logits, *[int32] * 2, *[sums] * 4),
+        (topk_pick_kernel, logits, *[int32] * 5, *[sums] * 4, log_probs, ids),
     ):
         ptx = backend.compile_ptx(kernel, tuple(signature), compute_capability=cc)
         assert ".f64" not in ptx

@@ -66,6 +66,7 @@ BINS = 1 << DIGIT_BITS
 VERSIONS = ("auto", "simple", "chunks")
 SIMPLE_UP_TO = 4096  # a vocabulary that "auto" does not cut into chunks
 SCAN_THREADS = 128
+PICK_THREADS = 1024  # at most; as many as the chunks that are kept have pieces
 PIECES = 4  # of eight logits, that a lane of the scan holds
 HELD = PIECES * PIECE
 SPAN = WARP * HELD  # logits of a warp
@@ -435,6 +436,7 @@ def topk_scan_kernel(
     chunk_log,  # i32: logarithm of a chunk's pieces, 0 … 3
     tops,  # out [B*L, S] f32: every span's maximum
     totals,  # out [B*L, S] f32: its sum of exp(x - maximum), NaN if it is bad
+    lows,  # out [B*L, S] f32: the least of its chunks' maxima
     maxima,  # out [B*L, C] f32: every chunk's maximum, C = S * SPAN / chunk
 ):
     tile = cuda.local.array(HELD, np.float32)
@@ -450,7 +452,7 @@ def topk_scan_kernel(
     first = np.uint32(s * SPAN + lane * PIECE)
     for p in range(PIECES):
         load_piece(row, first + np.uint32(p * WARP * PIECE), wide, tile, p * PIECE)
-    top = np.float32(-math.inf)
+    top, low = np.float32(-math.inf), np.float32(math.inf)
     for p in range(PIECES):
         x = tile[p * PIECE]
         for j in range(1, PIECE):
@@ -461,31 +463,38 @@ def topk_scan_kernel(
         if lane & (lanes - np.uint32(1)) == 0:
             maxima[r, np.uint32(((s * PIECES + p) * WARP + lane) >> chunk_log)] = x
         top = cuda.libdevice.fmaxf(top, x)
+        if first + np.uint32(p * WARP * PIECE) < np.uint32(row.size):
+            low = cuda.libdevice.fminf(low, x)
     for distance in (16, 8, 4, 2, 1):
         top = cuda.libdevice.fmaxf(top, cuda.shfl_xor_sync(FULL_WARP, top, distance))
+        low = cuda.libdevice.fminf(low, cuda.shfl_xor_sync(FULL_WARP, low, distance))
     total = warp_sum(sum_of_tile(tile, top))
     if lane == 0:
         tops[r, s] = top
+        lows[r, s] = low
         totals[r, s] = total
 
 
 @cuda.jit(device=True)
-def sum_of_spans(tops, totals):
-    """A row's maximum and sum of ``exp(x - maximum)``; NaN or 0 if it is bad.
+def merge_spans(tops, totals, lows):
+    """A row's maximum, its sum of ``exp(x - maximum)``, and the least chunk's maximum.
 
-    Every warp computes the same.
+    The sum is NaN or 0 if the row is bad. Every warp computes the same.
     """
     tile = cuda.local.array(PIECE, np.float32)
-    top = np.float32(-math.inf)
+    top, low = np.float32(-math.inf), np.float32(math.inf)
     lane = np.uint32(cuda.threadIdx.x % WARP)
     for start in range(0, tops.size, WARP * PIECE):
         for j in range(PIECE):  # the loads overlap
             s = np.uint32(start + j * WARP + lane)
-            tile[j] = tops[s if s < tops.size else np.uint32(0)]
+            s = s if s < tops.size else np.uint32(0)
+            tile[j] = tops[s]
+            low = cuda.libdevice.fminf(low, lows[s])
         for j in range(PIECE):
             top = cuda.libdevice.fmaxf(top, tile[j])
     for distance in (16, 8, 4, 2, 1):
         top = cuda.libdevice.fmaxf(top, cuda.shfl_xor_sync(FULL_WARP, top, distance))
+        low = cuda.libdevice.fminf(low, cuda.shfl_xor_sync(FULL_WARP, low, distance))
     total = np.float32(0.0)
     for start in range(0, tops.size, WARP * PIECE):
         for j in range(PIECE):
@@ -497,35 +506,7 @@ def sum_of_spans(tops, totals):
             if tile[j] != np.float32(0.0):  # a masked span's maximum is -inf
                 s = np.uint32(start + j * WARP + lane)
                 total += tile[j] * math.exp(tops[s] - top)
-    return top, warp_sum(total)
-
-
-@cuda.jit(device=True)
-def block_min(x):
-    """The smallest x of the block, for every thread; a block barrier."""
-    warps = cuda.shared.array(WARP, np.float32)
-    for distance in (16, 8, 4, 2, 1):
-        x = cuda.libdevice.fminf(x, cuda.shfl_xor_sync(FULL_WARP, x, distance))
-    if cuda.threadIdx.x % WARP == 0:
-        warps[cuda.threadIdx.x // WARP] = x
-    cuda.syncthreads()  # every warp's value is written before it is read
-    for warp in range(cuda.blockDim.x // WARP):
-        x = cuda.libdevice.fminf(x, warps[warp])
-    return x
-
-
-@cuda.jit(device=True)
-def lowest_of(row, wide):
-    """The lowest element of a row, for every thread; a block barrier."""
-    tile = cuda.local.array(PIECE, np.float32)
-    lowest = np.float32(math.inf)
-    start = cuda.threadIdx.x * PIECE
-    while start < row.size:
-        load_piece(row, start, wide, tile, 0)
-        start += cuda.blockDim.x * PIECE
-        for j in range(PIECE):
-            lowest = cuda.libdevice.fminf(lowest, tile[j])
-    return block_min(lowest)
+    return top, warp_sum(total), low
 
 
 @cuda.jit
@@ -538,6 +519,7 @@ def topk_pick_kernel(
     chunk_log,  # i32: logarithm of a chunk's pieces
     tops,  # [B*L, S] f32
     totals,  # [B*L, S] f32
+    lows,  # [B*L, S] f32
     maxima,  # [B*L, C] f32
     log_probs,  # out [B, L, K] f32
     token_ids,  # out [B, L, K] i32
@@ -549,12 +531,13 @@ def topk_pick_kernel(
     used = cuda.shared.array(1, np.int32)
     chunks = cuda.shared.array(MAX_CHUNKS, np.int32)
     length, kept = log_probs.shape[1], log_probs.shape[2]
-    r = cuda.blockIdx.x
-    b, position = r // length, r % length
+    r = np.uint32(cuda.blockIdx.x)
+    b = np.uint32(r // np.uint32(length))
+    position = np.uint32(r - b * np.uint32(length))
     row, of_chunks = logits[b, position], maxima[r]
     bins = (histogram, of_warps, found)
     best = log_probs[b, position], token_ids[b, position]
-    top, total = sum_of_spans(tops[r], totals[r])  # the same in every warp
+    top, total, least = merge_spans(tops[r], totals[r], lows[r])
     if not total > np.float32(0.0):
         write_bad_row(*best)
         return
@@ -562,7 +545,8 @@ def topk_pick_kernel(
     # The best chunks, at least K of them, or all.
     if cuda.threadIdx.x == 0:
         chunks[0] = 0  # the row of maxima is one chunk
-    low = order_of(lowest_of(of_chunks, np.int32(1))) >> key_shift << chunk_bits
+    cuda.syncthreads()  # the chunk is there before it is read
+    low = order_of(least) >> key_shift << chunk_bits
     high = ((order_of(top) >> key_shift) + 1) << chunk_bits
     n = of_chunks.size
     source = (
@@ -660,9 +644,9 @@ def topk(
     return log_probs, token_ids
 
 
-def _warps(threads: int) -> int:
+def _warps(threads: int, most: int) -> int:
     """Threads of a block: whole warps."""
-    return min(THREADS, -(-threads // WARP) * WARP)
+    return min(most, -(-threads // WARP) * WARP)
 
 
 def _codes(logits: Any) -> tuple[np.int32, np.int32]:
@@ -680,7 +664,7 @@ def _launch_simple(at: Place, logits: Any, log_probs: Any, token_ids: Any) -> No
     batch, length, vocab = logits.shape
     wide = np.int32(loads_wide(logits))
     at.launch(
-        *(topk_kernel, batch * length, _warps(-(-vocab // PIECE))),
+        *(topk_kernel, batch * length, _warps(-(-vocab // PIECE), THREADS)),
         *(logits, wide, *_codes(logits), log_probs, token_ids),
     )
 
@@ -694,15 +678,17 @@ def _launch_chunks(at: Place, logits: Any, log_probs: Any, token_ids: Any) -> No
     wide = np.int32(loads_wide(logits))
     tops = at.empty((rows, spans), np.float32)
     totals = at.empty((rows, spans), np.float32)
+    lows = at.empty((rows, spans), np.float32)
     maxima = at.empty((rows, chunks), np.float32)
     grid = rows, -(-spans * WARP // SCAN_THREADS)
     at.launch(
         *(topk_scan_kernel, grid, SCAN_THREADS),
-        *(logits, wide, np.int32(chunk_log), tops, totals, maxima),
+        *(logits, wide, np.int32(chunk_log), tops, totals, lows, maxima),
     )
+    threads = max(kept << chunk_log, min(chunks // PIECE, 256))
     chunk_bits = np.int32((chunks - 1).bit_length())
     at.launch(
-        *(topk_pick_kernel, rows, _warps(max(kept << chunk_log, chunks // PIECE))),
+        *(topk_pick_kernel, rows, _warps(threads, PICK_THREADS)),
         *(logits, wide, *_codes(logits), chunk_bits, np.int32(chunk_log)),
-        *(tops, totals, maxima, log_probs, token_ids),
+        *(tops, totals, lows, maxima, log_probs, token_ids),
     )
