@@ -647,9 +647,24 @@ def ends_too_early_kernel(boxes, out):
         bulk_load(tile, (0, 0), boxes, 0, (0, 0), full, 0)  # <-
 
 
+@cuda.jit
+def tensor_written_kernel(boxes, x):
+    tile = cuda.shared.array((8, 16), uint16, alignment=128)
+    full = cuda.shared.array(1, uint64)
+    if cuda.threadIdx.x == 0:
+        mbarrier_init(full, 0, 1)
+        fence_mbarriers()
+        mbarrier_arrive(full, 0, 256)
+        bulk_load(tile, (0, 0), boxes, 0, (0, 0), full, 0)  # <-
+    x[0, cuda.threadIdx.x] = 1
+    cuda.syncthreads()
+    mbarrier_wait(full, 0, 0)
+
+
 @pytest.mark.parametrize(
     ("kernel", "what"),
     [
+        (tensor_written_kernel, "the tensor was written while"),
         (read_too_early_kernel, "tile[3, 0]: read while"),
         (second_copy_kernel, "tile[0, 0:128]: cp.async.bulk.tensor to it while"),
         (written_on_the_way_kernel, "tile[0, 0:128]: written"),
@@ -659,10 +674,9 @@ def ends_too_early_kernel(boxes, out):
 @pytest.mark.parametrize("trace", [False, True])
 def test_a_copy_in_bulk_that_is_not_there_yet(kernel, what, trace):
     x = np.zeros((8, 16), np.uint16)
-    out = np.zeros((8, 16), np.uint16)
     boxes = tensor_map(x, (8, 16), swizzle=0)
     with pytest.raises(InFlightError) as caught:
-        emulate(kernel, 1, 16, boxes, out, trace=trace)
+        emulate(kernel, 1, 16, boxes, x, trace=trace)
     text = str(caught.value)
     assert what in text and "the cp.async.bulk.tensor of lane 0" in text
     assert f"{__file__}:{marked_line(kernel)}" in text
@@ -1071,8 +1085,8 @@ def test_operands_that_do_not_fit_or_are_not_there(error, kernel, what):
 
 
 @cuda.jit
-def early_release_kernel(boxes, out):
-    # the second box may be loaded as soon as all lanes have asked for the product
+def release_kernel(boxes, too_early):
+    # too_early: the second box may be loaded before the product is done
     tile = cuda.shared.array(4096, uint16, alignment=1024)
     full = cuda.shared.array(2, uint64)
     sums = cuda.local.array(32, float32)
@@ -1095,14 +1109,19 @@ def early_release_kernel(boxes, out):
         a = TILE | shared_address(tile, 0) >> 4
         multiply_64(sums, a, a, False)  # <- 2
         commit_products()
-        mbarrier_arrive(full, 1)  # should stand below the wait
+        if too_early:
+            mbarrier_arrive(full, 1)
         wait_for_products(0)
+        if not too_early:
+            mbarrier_arrive(full, 1)
 
 
 def test_a_tile_that_is_released_before_its_product_is_done_races():
     x = np.zeros((64, 64), np.uint16)
-    race = only_race(early_release_kernel, 256, tensor_map(x, (64, 64)), None)
+    boxes = tensor_map(x, (64, 64))
+    race = only_race(release_kernel, 256, boxes, True)
     assert sorted(race.names) == ["copy in bulk", "wgmma of warpgroup 0"]
+    assert emulate(release_kernel, 1, 256, boxes, False, trace=True).races == []
 
 
 @cuda.jit
@@ -1119,8 +1138,8 @@ def one_warp_knows_kernel(boxes, out):
         mbarrier_wait(full, 0, 0)
     cuda.syncwarp()  # the first warp knows that the tile is there; the others do not
     fence_products()
-    a = TILE | shared_address(tile, 0) >> 4
-    multiply_64(sums, a, a, False)  # <- 2
+    b = TILE | shared_address(tile, 0) >> 4
+    multiply_64(sums, (0, 0, 0, 0), b, False)  # <- 2
     commit_products()
     wait_for_products(0)
 
@@ -1159,8 +1178,8 @@ def others_columns_kernel(out):
     fence_proxy()
     cuda.syncwarp()  # other warps have written parts of B
     fence_products()
-    a = TILE | shared_address(tiles, 0) >> 4
-    multiply_64(sums, a, a + 512, False)  # <- 2
+    b = TILE | shared_address(tiles, 4096) >> 4
+    multiply_64(sums, (0, 0, 0, 0), b, False)  # <- 2
     commit_products()
     wait_for_products(0)
 
