@@ -67,6 +67,7 @@ VERSIONS = ("auto", "simple", "chunks")
 SIMPLE_UP_TO = 4096  # a vocabulary that "auto" does not cut into chunks
 SCAN_THREADS = 128
 PICK_THREADS = 1024  # at most; as many as the chunks that are kept have pieces
+PIECE_LOG = PIECE.bit_length() - 1
 PIECES = 4  # of eight logits, that a lane of the scan holds
 HELD = PIECES * PIECE
 SPAN = WARP * HELD  # logits of a warp
@@ -559,7 +560,9 @@ def topk_pick_kernel(
         chunk_bits,
     )
     most = min(kept + ROOM, MAX_CHUNKS)
-    low = narrow(source, kept, most, low, high, n, bins)
+    # Chunks that hold something; the rest fill a span, below `low`.
+    real = (row.size - 1 >> chunk_log + PIECE_LOG) + 1
+    low = narrow(source, kept, most, low, high, real, bins)
     n_chunks = gather_codes(source, low, used, codes, CAPACITY)
     i = cuda.threadIdx.x
     while i < n_chunks:
@@ -567,7 +570,7 @@ def topk_pick_kernel(
         i += cuda.blockDim.x
 
     # Their tokens that are as good as the K-th chunk's best, at least K of them.
-    low = low >> chunk_bits << id_bits if n >= kept else 0
+    low = low >> chunk_bits << id_bits if real >= kept else 0
     high = ((order_of(top) >> key_shift) + 1) << id_bits
     pieces = n_chunks << chunk_log
     source = (row, wide, chunks, chunk_log, pieces, key_shift, id_bits)
