@@ -22,7 +22,14 @@ from tqdm import tqdm
 from ddtree_numba import backend
 from ddtree_numba.bench.rows import COLUMNS, Ceilings, Row, RowFile, environment
 
-STAGES = ("verify_attn", "logits_to_tree", "after_target", "round", "single")
+STAGES = (
+    "verify_attn",
+    "splits",
+    "logits_to_tree",
+    "after_target",
+    "round",
+    "single",
+)
 SHAPES = ("full", "quick", "tiny")
 FINISHED, UNFINISHED = "bench.csv", "bench.partial.csv"
 
@@ -32,7 +39,14 @@ if TYPE_CHECKING:
     from ddtree_numba.bench.cases import Case
     from ddtree_numba.bench.timing import Recorder
 
-__all__ = ["SHAPES", "STAGES", "bench", "load", "require_gpu", "table"]
+__all__ = [
+    "SHAPES",
+    "STAGES",
+    "bench",
+    "load",
+    "require_gpu",
+    "table",
+]
 
 
 def bench(

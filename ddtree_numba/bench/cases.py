@@ -58,6 +58,13 @@ TREE_SHAPES = {  # B, n_draft_nodes
     "quick": ((1, 64),),
     "tiny": ((1, 4),),
 }
+SPLIT_SHAPES = {  # B, N, H, S: few row blocks, so that splits must fill the card
+    "full": ((1, 33, 64, 2048), (1, 33, 8, 8192), (1, 1, 64, 32768)),
+    "quick": ((1, 33, 64, 2048),),
+    "tiny": ((1, 5, 8, 96),),
+}
+SPLIT_TILE = 32  # keys of a tile of version "mma" on cards with room for it
+SPLITS = (1, 2, 4, 8, 16, 32, 64)
 LAYERS = {"full": (1, 61), "quick": (61,), "tiny": (1,)}
 ROUNDS = {"full": (61, 8192), "quick": (61, 2048), "tiny": (1, 96)}
 """Layers and prefix length of a whole round."""
@@ -119,6 +126,9 @@ def cases(stages: Sequence[str], shapes: str, with_peers: bool) -> Iterator[Case
     if "verify_attn" in stages:
         for shape in ATTENTION_SHAPES[shapes]:
             yield from _attention(shape, with_peers)
+    if "splits" in stages:
+        for shape in SPLIT_SHAPES[shapes]:
+            yield from _splits(shape)
     if "logits_to_tree" in stages:
         for batch, n_draft_nodes in TREE_SHAPES[shapes]:
             yield from _logits_to_tree(batch, n_draft_nodes, with_peers)
@@ -279,6 +289,17 @@ def _attention(shape: tuple[int, int, int, int], with_peers: bool) -> Iterator[C
             )
 
 
+def _splits(shape: tuple[int, int, int, int]) -> Iterator[Case]:
+    """One version with its keys cut in more and more splits."""
+    name = f"({','.join(map(str, shape))}) bf16"
+    tiles = -(-(shape[1] + shape[3]) // SPLIT_TILE)
+    for n_splits in (n for n in SPLITS if n <= tiles):
+        options = {"version": "mma", "n_splits": n_splits}
+        prepare = partial(_own_attention, shape, options, "warm")
+        label = f"mma, {n_splits} splits"
+        yield Case("splits", label, name, attention_work(shape), prepare)
+
+
 def _attention_versions() -> list[tuple[str, dict[str, Any]]]:
     """Every version of `verify_attn`, with what its call takes."""
     versions: list[tuple[str, dict[str, Any]]] = [
@@ -330,7 +351,8 @@ def _logits_to_tree(batch: int, n_draft_nodes: int, with_peers: bool) -> Iterato
     for dtype in ("bf16", "f32"):
         name = f"({batch},{DRAFTED},{VOCAB}) {dtype}, M={n_draft_nodes}"
         nbytes = batch * DRAFTED * VOCAB * (2 if dtype == "bf16" else 4)
-        for memory in ("warm", "cold"):
+        # As the drafter's product leaves them; and as if they had left the cache since.
+        for memory in ("warm", "cold") if dtype == "bf16" else ("warm",):
             prepare = partial(_own_tree, batch, dtype, n_draft_nodes, memory)
             yield Case(
                 *("logits_to_tree", "auto", name, Work(nbytes=nbytes), prepare, memory),

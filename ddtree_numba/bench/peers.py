@@ -185,7 +185,7 @@ ATTENTION = (
         "torch unfused",
         f"{TREE}; scores rounded to bf16",
         takes_trees=True,
-        loaded=True,
+        loaded=False,
         version=_torch_version,
         prepare=_torch_unfused,
     ),

@@ -92,16 +92,19 @@ class AttentionProblem:
     ) -> float:
         """Largest absolute error of `out` in the sampled rows.
 
-        The bounds are those of FlashMLA's tests: float32 accumulation of bf16 products
-        and a bf16 output pass them, a wrong row, key or mask bit does not.
+        Bounds are on norms. Weights rounded to bf16 are off by up to 2^-9 of
+        themselves, and a row of few large ones by as much of its values, up to 4 here:
+        no bound on single elements tells that from a wrong one. But no row's error,
+        measured by its norm, is much larger than 2^-9, and the mean one is half that; a
+        wrong row, column, key or mask bit makes it a hundred times as large.
 
         Parameters
         ----------
         out : float32 [B, N, H, Dc]
         lse : float32 [B, N, H], optional
         exact : bool
-            Whether those bounds hold. A peer that rounds scores to bf16 does not meet
-            them; it must only compute the same thing.
+            Whether those bounds hold. A peer that rounds scores to bf16 meets only
+            wider ones.
 
         Raises
         ------
@@ -112,19 +115,20 @@ class AttentionProblem:
         if not np.isfinite(out).all():
             raise WrongResult(f"{(~np.isfinite(out)).sum()} elements are not finite")
         got = out.reshape(batch, n * heads, -1)[:, rows].astype(np.float64)
-        error = np.abs(got - want)
-        cosine = 1 - 2 * (got * want).sum() / (got**2 + want**2).sum()
-        near = (error <= 8e-4 + 2.01 / 128 * np.abs(want)).all()
-        if not (near and cosine < 5e-6 if exact else cosine < 1e-3):
+        error = got - want
+        relative = np.linalg.norm(error) / np.linalg.norm(want)
+        by_row = np.linalg.norm(error, axis=-1) / np.linalg.norm(want, axis=-1)
+        bound = 2e-3 if exact else 4e-2
+        if not (relative <= bound and by_row.max() <= 4 * bound):
             raise WrongResult(
-                f"max absolute error {error.max():.2e}, 1 - cosine {cosine:.1e}"
+                f"relative error {relative:.2e}, of the worst row {by_row.max():.2e}"
             )
         if lse is not None:
             got_lse = lse.reshape(batch, n * heads)[:, rows]
             lse_error = np.abs(got_lse - want_lse)
             if not (lse_error <= 1e-6 + 8.01 / 65536 * np.abs(want_lse)).all():
                 raise WrongResult(f"max absolute error of lse {lse_error.max():.2e}")
-        return float(error.max())
+        return float(np.abs(error).max())
 
 
 def attention_work(shape: tuple[int, int, int, int]) -> Work:
