@@ -24,6 +24,9 @@ OUT, LSE = 1e-6, 2e-6
 # half of a row's weight, and |out| is up to 2 (5e-7 is 2 ulp; rounding it is 1.2e-7);
 # with 1/4 every output is an average of hundreds of keys, |out| below 0.2.
 FULL_SIZE = {1.0: 1.5e-6, 0.25: 5e-8}
+# Elements of 4 bytes before and after every output, and their bits: a NaN.
+GUARD, CANARY = 64, 0x7FC0BEEF
+
 # With a few keys of unit normals |out| is up to 5, and an error of 3e-7 in a score
 # moves it by as much as two values differ, up to 8.
 FEW_KEYS = 3e-6
@@ -47,11 +50,22 @@ BF16_KERNELS = pytest.mark.parametrize("how", [*ON_GPU, way("gpu", "mma")])
 
 
 @pytest.fixture(autouse=True)
-def _outputs_start_as_nan(monkeypatch):
-    """What a kernel leaves unwritten must not look like an answer."""
-    monkeypatch.setattr(
-        backend.Place, "empty", lambda at, shape, dtype: at.full(shape, NAN, dtype)
-    )
+def _outputs_are_nan_between_canaries(monkeypatch):
+    """What is left unwritten is no answer, and nothing beside an output is written."""
+    buffers = []
+
+    def empty(at, shape, dtype):
+        size = math.prod(shape) * np.dtype(dtype).itemsize // 4
+        x = np.full(size + 2 * GUARD, CANARY, np.uint32)
+        x = cuda.to_device(x) if at.executor == "gpu" else x
+        buffers.append(x)
+        return x[GUARD : GUARD + size].view(dtype).reshape(tuple(shape))
+
+    monkeypatch.setattr(backend.Place, "empty", empty)
+    yield
+    for x in buffers:
+        x = x if isinstance(x, np.ndarray) else x.copy_to_host()
+        np.testing.assert_array_equal([x[:GUARD], x[-GUARD:]], CANARY)
 
 
 def attend(how, q, cache, prefix_lens, visibility, d_latent, **options):
@@ -241,7 +255,8 @@ def merge(executor, outs, lses):
     tops = (lses / np.log(2)).astype(np.float32)
     totals = (lses > -INF).astype(np.float32)
     grid = math.prod(lses.shape[1:])
-    inputs = [at.put(x) for x in (outs, tops, totals)]
+    whole = np.pad(outs, [(0, 0)] * 3 + [(0, -outs.shape[3] % 4)])
+    inputs = [at.put(x) for x in (whole, tops, totals)]
     at.launch(merge_kernel, grid, module.MERGE_THREADS, *inputs, out, lse)
     return at.give(out), at.give(lse)
 
@@ -444,8 +459,9 @@ def test_lanes_may_run_in_any_order_and_never_race(how, order, monkeypatch):
     expected = attend(how, *case, d_latent=4)
     races = []
 
-    def launch(at, kernel, grid, block, *args):
-        report = emulate(kernel, grid, block, *args, order=order, trace=True)
+    def launch(at, *given, dynamic_shared=0):
+        options = {"dynamic_shared": dynamic_shared, "order": order}
+        report = emulate(*given, trace=True, **options)
         races.extend(report.races)
 
     monkeypatch.setattr(backend.Place, "launch", launch)

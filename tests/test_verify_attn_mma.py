@@ -5,29 +5,23 @@ import re
 import numpy as np
 import pytest
 from numba import cuda, float32, int32, uint16, uint32
-from test_verify_attn import NAN, SCALE, dense, random_case
+from test_sass import assembled
+from test_verify_attn import (
+    SCALE,
+    _outputs_are_nan_between_canaries,  # noqa: F401
+    dense,
+)
+from test_verify_attn_bf16 import assert_close, bf16_case
 
 from ddtree_numba import backend, bf16
 from ddtree_numba.emulator import emulate
 from ddtree_numba.kernels import verify_attn_mma as module
-from ddtree_numba.kernels.verify_attn import verify_attn
+from ddtree_numba.kernels.verify_attn import choose_splits, verify_attn
 from ddtree_numba.kernels.verify_attn_mma import FORMS, Form, make_kernel
 from ddtree_numba.tree import DraftTree
 
-# Tiles so small that the emulator gets through several, and both stages are used twice.
-SMALL = Form(keys=16, stages=2)
-# A chain of 36 tensor-core sums that cut off, of scores up to 100, times the scale.
-LSE = 3e-5
-# A weight's rounding to bfloat16, and what the score's error adds to it.
-WEIGHT = 2.0**-8 + LSE
-
-
-@pytest.fixture(autouse=True)
-def _outputs_start_as_nan(monkeypatch):
-    """What a kernel leaves unwritten must not look like an answer."""
-    monkeypatch.setattr(
-        backend.Place, "empty", lambda at, shape, dtype: at.full(shape, NAN, dtype)
-    )
+# Tiles so small that the emulator gets through several, and a stage is used twice.
+SMALL = Form(keys=16, stages=3)
 
 
 @pytest.fixture
@@ -36,35 +30,9 @@ def use_form(monkeypatch):
     return lambda form: monkeypatch.setattr(module, "form_for", lambda at: form)
 
 
-def bf16_case(seed, n, heads, prefix_lens, **options):
-    case = random_case(
-        np.random.default_rng(seed), n, heads, 512, 64, prefix_lens, **options
-    )
-    return bf16.from_float32(case[0]), bf16.from_float32(case[1]), *case[2:]
-
-
 def attend(executor, case, **options):
     options = {"version": "mma", "executor": executor, "d_latent": 512} | options
     return verify_attn(*case, sm_scale=SCALE, **options)
-
-
-def sizes(q, cache, *rest):
-    """The weighted sum of the values' magnitudes: what errors of weights multiply."""
-    q, cache = bf16.to_float32(q), bf16.to_float32(cache)
-    unscored = np.concatenate([np.zeros_like(q[..., :512]), q], axis=-1)
-    magnitudes = np.concatenate([np.abs(cache[..., :512]), cache], axis=-1)
-    return dense(unscored, magnitudes, *rest, d_latent=512)[0]
-
-
-def assert_close(found, case, rows=slice(None)):
-    """Within what rounding the weights can do to each single element."""
-    expected, expected_lse = dense(*case, d_latent=512)
-    error = np.abs(found[0] - expected)
-    assert found[0].dtype == found[1].dtype == np.float32
-    assert (error <= WEIGHT * sizes(*case))[:, rows].all()
-    np.testing.assert_allclose(
-        found[1][:, rows], expected_lse[:, rows], rtol=0, atol=LSE
-    )
 
 
 # ------------------------------------------------------------------ small, and on a GPU
@@ -97,17 +65,6 @@ def test_splits_do_not_change_the_result(kernel_executor, use_form):
     assert_close(attend(kernel_executor, case, n_splits=3), case)
 
 
-def test_a_padding_row_sees_nothing_not_even_the_prefix(kernel_executor, use_form):
-    use_form(SMALL)
-    q, cache, lens, visibility = bf16_case(3, 3, 2, [2])
-    visibility[0, 2] = 0
-    cache[0, 4] = 0x7FC0  # NaN, in the padding's own row
-    out, lse = attend(kernel_executor, (q, cache, lens, visibility))
-    np.testing.assert_array_equal(out[0, 2], 0)
-    np.testing.assert_array_equal(lse[0, 2], -np.inf)
-    assert_close((out, lse), (q, cache, lens, visibility), slice(2))
-
-
 @pytest.mark.parametrize("element", [510, 511, 575])
 def test_a_nan_reaches_only_the_rows_that_see_it(kernel_executor, element, use_form):
     use_form(SMALL)
@@ -134,23 +91,15 @@ def test_a_nan_query_spoils_its_own_row_and_head_alone(kernel_executor, use_form
     assert_close((out, lse), clean)
 
 
-@pytest.mark.parametrize("order", ["forward", "reverse", "shuffled"])
+@pytest.mark.parametrize("order", ["reverse", "shuffled"])
 def test_lanes_may_run_in_any_order_and_never_race(order, use_form, monkeypatch):
     use_form({"reverse": FORMS[2]}.get(order, SMALL))
     case = bf16_case(6, 2, 2, [31])  # the second tile has prefix and tail
     races = []
 
-    def launch(at, kernel, grid, block, *args, dynamic_shared=0):
-        report = emulate(
-            kernel,
-            grid,
-            block,
-            *args,
-            dynamic_shared=dynamic_shared,
-            order=order,
-            trace=True,
-        )
-        races.extend(report.races)
+    def launch(at, *given, dynamic_shared=0):
+        options = {"dynamic_shared": dynamic_shared, "order": order}
+        races.extend(emulate(*given, trace=True, **options).races)
 
     monkeypatch.setattr(backend.Place, "launch", launch)
     found = attend("emulator", case)
@@ -175,44 +124,10 @@ def test_full_size_within_flashmla_tolerances(form, shape, use_form):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [1, 3, 8, 12, 16])
-@pytest.mark.parametrize("prefix_lens", [[0], [1, 63], [64, 65, 1000]], ids=str)
-def test_head_counts_and_ragged_prefixes(heads, prefix_lens):
-    case = bf16_case(heads, 33, heads, prefix_lens)
-    assert_close(attend("gpu", case), case)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("n", [31, 32, 33, 63, 64, 65, 127, 128, 129, 1025])
-def test_rows_around_words_and_tiles(n):
-    case = bf16_case(n, n, 2, [100])
-    assert_close(attend("gpu", case), case)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("prefix_len", [15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 129])
-@pytest.mark.parametrize("n", [1, 2])
-def test_prefixes_around_a_tile_of_keys(n, prefix_len):
-    case = bf16_case(n, n, 3, [prefix_len])
-    assert_close(attend("gpu", case), case)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("n_splits", [1, 2, 3, 7, 40])
 def test_splits_at_full_width(n_splits):
     case = bf16_case(8, 5, 64, [1000, 64])
     assert_close(attend("gpu", case, n_splits=n_splits), case)
-
-
-@pytest.mark.gpu
-def test_a_batch_beyond_the_grid_limit():
-    batch = 65536
-    cache = np.zeros((batch, 1, 576), np.float32)
-    cache[:] = (np.arange(batch) % 7)[:, None, None]
-    q, lens = np.zeros((batch, 1, 1, 576), np.uint16), np.zeros(batch, np.int32)
-    case = q, bf16.from_float32(cache), lens, np.ones((batch, 1, 1), np.uint32)
-    out, _ = attend("gpu", case)
-    np.testing.assert_array_equal(out[:, 0, 0, 0], np.arange(batch) % 7)
 
 
 @pytest.mark.gpu
@@ -226,6 +141,25 @@ def test_a_strided_cache_is_read_in_place():
     out, lse = attend(None, (q_there, view, lens_there, visibility_there))
     found = out.copy_to_host(), lse.copy_to_host()
     assert_close(found, (q, cache, lens, visibility))
+
+
+@pytest.mark.gpu
+def test_auto_takes_it_where_wgmma_cannot_run():
+    case = bf16_case(13, 3, 4, [70])
+    found, auto = (
+        verify_attn(
+            *case, sm_scale=-SCALE, d_latent=512, executor="gpu", version=version
+        )
+        for version in ("mma", "auto")
+    )
+    np.testing.assert_array_equal(found[0], auto[0])
+
+
+def test_splits_are_worth_their_merge():
+    tiles = {"keys": 32, "start": module.START, "merge_start": module.MERGE_START}
+    for blocks, room, expected in ((33, 2113, 4), (264, 8228, 1), (544, 4164, 1)):
+        cost = module.MERGE_COST * blocks
+        assert choose_splits(blocks, room, 132, merge_cost=cost, **tiles) == expected
 
 
 # ---------------------------------------------------------------------------- bad input
@@ -260,33 +194,43 @@ def test_rows_that_cannot_be_copied_in_pieces_are_refused():
 
 # ---------------------------------------------------------------------------------- PTX
 
+F3, F4 = float32[:, :, ::1], float32[:, :, :, ::1]
+TREE = int32[::1], uint32[:, :, ::1]
+SIGNATURE = (uint16[:, :, ::1], uint16[:, :, ::1], *TREE, float32, F4, F3, F3)
+# A card for each.
+CARDS = dict(zip(FORMS, [(9, 0), (8, 0), (12, 0)], strict=True))
+
 
 @pytest.mark.ptx
-@pytest.mark.parametrize("card", [(8, 0), (9, 0), (12, 0)], ids=str)
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize(("form", "card"), CARDS.items(), ids=str)
 def test_the_kernel_is_made_of_the_instructions_meant(form, card):
-    f3, f4 = float32[:, :, ::1], float32[:, :, :, ::1]
-    tree = int32[::1], uint32[:, :, ::1]
-    signature = (uint16[:, :, ::1], uint16[:, :, ::1], *tree, float32, f4, f3, f3)
-    ptx = backend.compile_ptx(make_kernel(form), signature, compute_capability=card)
+    ptx = backend.compile_ptx(make_kernel(form), SIGNATURE, compute_capability=card)
     # No stack: 128 sums, and the scores, are in registers.
     assert ".f64" not in ptx and ".local" not in ptx
+    assert f".maxntid {module.THREADS}" in ptx
     # Copies and swizzle count from the start of a line of all banks.
     assert re.findall(r"extern \.shared \.align (\d+)", ptx) == ["128", "128"]
     found = re.findall(r"begin inline asm\n\s*([\w.:]+)", ptx)
     count = {name: found.count(name) for name in set(found)}
-    parts = form.keys // 16
-    # In every loop's body: 32 products of 16 keys' weights, and 2 · parts a 32 columns.
     products = count["mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"]
     plain = count["ldmatrix.sync.aligned.m8n8.x4.shared.b16"]
     transposed = count["ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"]
-    values = transposed // 4
-    scores = products - 32 * values
-    assert values >= 1 and scores >= 4 * parts
-    assert scores % (4 * parts) == 0
-    assert plain == 4 * values + scores // (2 * parts) * (2 + parts)
+    # Scores, for every 64 columns that the compiler unrolls: 2 row parts and 2 column
+    # parts of 16 for each 8 keys. Values: 32 products of 16 keys' weights.
+    parts, values = form.keys // 8, form.keys // 16
+    groups = (products - 32 * values) // (4 * parts)
+    assert groups >= 1 and products == 32 * values + groups * 4 * parts
+    assert plain == 4 * values + groups * (4 + parts)
+    assert transposed == 4 * values
     assert count["ex2.approx.ftz.f32"] == 2 + 4 * parts  # shrinks and weights
     assert count["cvt.rn.bf16x2.f32"] == 2 * parts
-    assert count["cp.async.cg.shared.global"] <= 3 * 18
-    assert count["cp.async.commit_group"] == 2
-    assert ptx.count("bar.sync") + ptx.count("barrier.sync") >= 3
+    assert count["cp.async.commit_group"] == (3 if form.stages > 1 else 2)
+
+
+@pytest.mark.ptx
+@pytest.mark.parametrize(("form", "card"), CARDS.items(), ids=str)
+def test_a_lane_has_its_registers(form, card):
+    kernel = assembled(make_kernel(form), module.THREADS, SIGNATURE, card)
+    assert kernel.registers <= 168  # of which 12 warps have room
+    # What is kept aside lies outside the loops.
+    assert kernel.spilled <= 32 and kernel.stack <= 16

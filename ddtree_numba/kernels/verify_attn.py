@@ -89,8 +89,9 @@ SUMS = WARP_ROWS * GROUPS * 4  # of a lane
 PITCH = DEPTH + 4  # of a row of q or k: reads of 16 bytes then meet no bank twice
 WEIGHTS = STEP * WIDTH
 SHARED = max(WEIGHTS + ROWS * KEYS, (ROWS + KEYS) * PITCH)
-MERGE_THREADS = 128
-MERGE_COLUMNS = WIDTH // MERGE_THREADS  # of a thread
+MERGE_THREADS = WIDTH // 4  # that a row has, or as many times `MERGE_BATCH` …
+MERGE_BATCH = 4  # splits that a thread reads at once
+MERGE_GROUPS = 8  # … but not more
 
 
 def load4(row: Any, i: Any) -> Any:
@@ -678,38 +679,72 @@ def split_kernel(
 
 @cuda.jit
 def merge_kernel(
-    accs,  # [P, B, R, Dc or more] f32; unset where a split is empty
+    accs,  # [P, B, R, Dc up to a multiple of 4] f32; unset where a split is empty
     tops,  # [P, B, R] f32, base 2; -inf where a split saw nothing
     totals,  # [P, B, R] f32
     out,  # out [B, R, Dc] f32
     lse,  # out [B, R] f32
 ):
-    acc = cuda.local.array(MERGE_COLUMNS, np.float32)
+    parts = cuda.shared.array(0, np.float32, alignment=16)  # of the groups
+    acc = cuda.local.array(4, np.float32)
+    factors = cuda.local.array(MERGE_BATCH, np.float32)
+    values = cuda.local.array((MERGE_BATCH, 4), np.float32)
+    lane = cuda.threadIdx.x % WARP
+    column = cuda.threadIdx.x % MERGE_THREADS * 4
+    group = cuda.threadIdx.x // MERGE_THREADS
+    groups = cuda.blockDim.x // MERGE_THREADS
+    splits = accs.shape[0]
     panels = (out.shape[2] + WIDTH - 1) // WIDTH
-    panel = cuda.blockIdx.x % panels
+    first = cuda.blockIdx.x % panels * WIDTH
     row = cuda.blockIdx.x // panels % out.shape[1]
     b = cuda.blockIdx.x // panels // out.shape[1]
-    first = panel * WIDTH + cuda.threadIdx.x
+
     top, total = MINUS_INF, ZERO
-    for n in range(MERGE_COLUMNS):
-        acc[n] = ZERO
-    for p in range(accs.shape[0]):
+    for p in range(lane, splits, WARP):
         top = cuda.libdevice.fmaxf(top, tops[p, b, row])
-    for p in range(accs.shape[0]):
-        factor = weigh(tops[p, b, row], ZERO, top)
-        total += factor * totals[p, b, row]
-        for n in range(MERGE_COLUMNS):
-            c = min(first + n * MERGE_THREADS, out.shape[2] - 1)
-            x = accs[p, b, row, c]
-            # A split that saw nothing left its acc unset, perhaps NaN: select.
-            acc[n] += factor * x if factor != ZERO else ZERO
+    top = warp_max(top)
+    for p in range(lane, splits, WARP):
+        total += weigh(tops[p, b, row], ZERO, top) * totals[p, b, row]
+    total = warp_sum(total)
     seen = total != ZERO  # NaN counts as seen
-    for n in range(MERGE_COLUMNS):
-        c = first + n * MERGE_THREADS
-        if c < out.shape[2]:
-            out[b, row, c] = acc[n] / total if seen else ZERO
-    if panel == 0 and cuda.threadIdx.x == 0:
-        lse[b, row] = cuda.fma(top, LN_2, math.log(total)) if seen else MINUS_INF
+
+    for e in range(4):
+        acc[e] = ZERO
+    here = min(first + column, accs.shape[3] - 4)
+    for batch in range(group * MERGE_BATCH, splits, groups * MERGE_BATCH):
+        for k in range(MERGE_BATCH):
+            p = min(batch + k, splits - 1)
+            factor = weigh(tops[p, b, row], ZERO, top)
+            factors[k] = factor if batch + k < splits else ZERO
+            v = values[k]
+            v[0], v[1], v[2], v[3] = load4(accs[p, b, row], here)
+        for k in range(MERGE_BATCH):
+            for e in range(4):
+                # A split that saw nothing left its acc unset, perhaps NaN: select.
+                x = values[k, e] if factors[k] != ZERO else ZERO
+                acc[e] += factors[k] * x
+    if group > 0:
+        store4(parts, group * WIDTH + column, acc[0], acc[1], acc[2], acc[3])
+    cuda.syncthreads()  # the other groups' parts are there
+    if group == 0:
+        for g in range(1, groups):
+            w, x, y, z = load4(parts, g * WIDTH + column)
+            acc[0] += w
+            acc[1] += x
+            acc[2] += y
+            acc[3] += z
+        for e in range(4):
+            acc[e] = acc[e] / total if seen else ZERO
+        at = first + column
+        if out.shape[2] % 4 == 0:
+            if at < out.shape[2]:
+                store4(out[b, row], at, acc[0], acc[1], acc[2], acc[3])
+        else:
+            for e in range(4):
+                if at + e < out.shape[2]:
+                    out[b, row, at + e] = acc[e]
+        if cuda.threadIdx.x == 0 and first == 0:
+            lse[b, row] = cuda.fma(top, LN_2, math.log(total)) if seen else MINUS_INF
 
 
 # ------------------------------------------------------------------------- host wrapper
@@ -747,8 +782,8 @@ def verify_attn(
         Dc, at most D; the first Dc columns of a cache row are its value.
     version : {"auto", "simple", "split", "mma", "wgmma"}
         Which kernel. "mma" and "wgmma" take bfloat16 with D = 576 and Dc = 512, "wgmma"
-        on compute capability 9.0 alone and with `sm_scale` above 0. "auto" is "wgmma"
-        where it can run, else "split".
+        on compute capability 9.0 alone and with `sm_scale` above 0. "auto" is
+        "wgmma" or else "mma" on a GPU where they can run, else "split".
     n_splits : int, optional
         Parts of the keys that blocks of one row tile work on side by side ("simple" has
         none); if omitted, as many as keep the card busy at a prefix that fills the
@@ -815,6 +850,12 @@ def verify_attn(
         return reference.verify_attn(
             q, kv_cache, prefix_lens, visibility, sm_scale=sm_scale, d_latent=d_latent
         )
+    if version == "auto":
+        q_there, cache_there, *_ = inputs
+        fast = at.executor == "gpu" and verify_attn_mma.takes(
+            q_there, cache_there, d_latent
+        )
+        version = "mma" if fast else "split"
     out = at.empty((batch, n, heads, d_latent), np.float32)
     lse = at.empty((batch, n, heads), np.float32)
     if version == "simple":
@@ -931,9 +972,15 @@ def _run_mma(
             kv_cache.shape[1],
             _multiprocessors(at),
             keys=form.keys,
-            merge_cost=verify_attn_mma.MERGE_COST,
+            start=verify_attn_mma.START,
+            merge_start=verify_attn_mma.MERGE_START,
+            merge_cost=verify_attn_mma.MERGE_COST * blocks,
         )
-    partials = _partials(at, n_splits, batch, packed, out.shape[3])
+    if n_splits == 1:  # the kernel's own outputs are the whole
+        whole = lse.reshape(1, batch, packed)
+        partials = out.reshape(1, batch, packed, out.shape[3]), whole, whole
+    else:
+        partials = _partials(at, n_splits, batch, packed, out.shape[3])
     at.launch(
         verify_attn_mma.make_kernel(form),
         blocks * n_splits,
@@ -946,7 +993,8 @@ def _run_mma(
         *partials,
         dynamic_shared=form.dynamic_shared,
     )
-    _merge(at, partials, out, lse)
+    if n_splits > 1:
+        _merge(at, partials, out, lse)
 
 
 def _partials(at: Place, splits: int, batch: int, packed: int, columns: int) -> tuple:
@@ -958,13 +1006,15 @@ def _partials(at: Place, splits: int, batch: int, packed: int, columns: int) -> 
 def _merge(at: Place, partials: tuple, out: Any, lse: Any) -> None:
     batch, n, heads, d_latent = out.shape
     packed = n * heads
+    groups = min(-(-partials[0].shape[0] // MERGE_BATCH), MERGE_GROUPS)
     at.launch(
         merge_kernel,
         batch * packed * -(-d_latent // WIDTH),
-        MERGE_THREADS,
+        groups * MERGE_THREADS,
         *partials,
         out.reshape(batch, packed, d_latent),
         lse.reshape(batch, packed),
+        dynamic_shared=4 * WIDTH * groups if groups > 1 else 0,
     )
 
 
@@ -992,19 +1042,22 @@ def choose_splits(
     processors: int,
     *,
     keys: int = KEYS,
+    start: float = 1.0,
+    merge_start: float = 0.0,
     merge_cost: float = 0.02,
 ) -> int:
     """How many splits of up to `room` keys end soonest, with a block a multiprocessor.
 
     Time is counted in tiles of `keys`: rounds of blocks, each as long as a split and
-    one tile for a block's start and end; and `merge_cost`, what it costs to merge a
-    split.
+    `start` for a block's start and end; where there are splits, `merge_start` and for
+    each of them `merge_cost` to merge them.
     """
     tiles = -(-room // keys)
 
     def cost(splits: int) -> float:
         rounds = -(-blocks * splits // processors)
-        return rounds * (-(-tiles // splits) + 1) + merge_cost * splits
+        merge = merge_start + merge_cost * splits if splits > 1 else 0
+        return rounds * (-(-tiles // splits) + start) + merge
 
     return min(range(1, max(tiles, 1) + 1), key=cost)
 

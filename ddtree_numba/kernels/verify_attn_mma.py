@@ -5,42 +5,49 @@ also brings the splits together here. What differs: products are bfloat16 with f
 sums, and weights are rounded to bfloat16 before they meet the values.
 
 A block has 64 packed rows (tree row and head) of a request and a split of the keys, and
-goes through these in tiles. 8 warps share a tile in two ways:
+goes through these in tiles. Its 12 warps have two trades:
 
-- scores [64 rows, keys]: warp w has rows ``16 · (w % 4) …`` and half ``w // 4`` of the
-  keys. Both warps of a row group need the larger maximum, so they exchange theirs.
-- sums [64 rows, 512 columns]: warp w has columns ``64 · w …`` of every row: 128 float32
-  in a lane, and a value is read from shared memory by one warp only. The weights of all
-  rows go through shared memory.
+- 4 score. Warps 2i and 2i + 1 take rows ``32 · i …`` of all keys of a tile, one the
+  even, the other the odd 16 columns, so that what is read from shared memory serves 32
+  rows and 32 keys. Each gives away its part of 16 rows and finishes the other 16: a
+  row's scores are then in the 4 lanes of one warp, which weighs them.
+- 8 add values. Warp w has columns ``64 · w …`` of every row: 128 float32 in a lane, and
+  a value is read from shared memory by one warp only. The weights of all rows come
+  through shared memory.
 
-Who does what when, with two stages::
+While the ones score tile j + 1 the others add tile j. Who does what when::
 
-            tile j in stage 0                        tile j + 1 in stage 1
-    copy    | ask for tile j + 1 ................... | ask for tile j + 2 ......
-    warps   | scores, maxima | weights | add values  | scores, maxima | weights
-    barrier A                B         C             A                B
+            A                               B                           A
+    copies  | ask for tile j + 2 ....................................... |
+    score   | products of tile j + 1        | scores, weights of j + 1  |
+    add     | first half of the keys of j   | second half               |
 
-    A  tile j has arrived; everyone is done with tile j - 1 and with its weights
-    B  the maxima are there; everyone is done with the keys of tile j
-    C  the weights are there
+    A  tile j + 1 has arrived; weights of j are there; all are done with tile j - 1
+    B  the products of both warps of a pair are there
 
-Only where keys of the tail are in a tile, scores are hidden by the visibility bits
-before B, and values that are no numbers are cleared after it (`clear_non_finite`).
+Only where keys of the tail are in a tile, scores are hidden by the visibility bits,
+and values that are no numbers are cleared by the warp that reads them
+(`clear_non_finite`).
 
 Shared memory, in elements of 16 bits (`Form` says how many keys and stages fit)::
 
     0                   64 · 576                                  (+ keys · 576 a stage)
-    | queries [64, 576] | stage 0 [keys, 576] | stage 1 [keys, 576] |
-    beside it, static: weights [64, keys] bf16, maxima [2, 64] f32, shrinks [64] f32
+    | queries [64, 576] | stage 0 [keys, 576] | stage 1 | stage 2 |
+    beside it, static: weights [2, 64, keys] bf16, products that warps give away [4,
+    16 · keys] f32, shrinks [64] f32
 
 Swizzle: rows are not padded. Chunk c (16 bytes) of row r of a tile stands at place
 ``c ^ (r & 7)``, so that 8 rows of one chunk, which `ldmatrix` reads at once, lie in 8
 different groups of 4 banks.
+
+A card that cannot hold three stages gets one: then tile j + 1 takes the place of tile j
+in between, and the trades take turns.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,30 +66,35 @@ from ddtree_numba.kernels.ptx import (
 )
 from ddtree_numba.kernels.verify_attn import (
     FULL_WARP,
+    LN_2,
     MINUS_INF,
     ZERO,
     bounds,
     is_padding,
+    load4,
     rows_start_at,
-    sees,
+    store4,
 )
 
 D, D_LATENT = 576, 512  # columns of a cache row, and those that are its value
 ROWS = 64  # packed rows of a block
-THREADS = 256
+SCORING, ADDING = 4, 8  # warps
+THREADS = 32 * (SCORING + ADDING)
 GROUP = 64  # columns of a tile: the length of a swizzle, and a warp's share of values
 GROUPS = D // GROUP
 ROW_PARTS, COLUMN_PARTS = ROWS // 16, GROUP // 8  # fragments of a warp's sums
 TILES_AT = ROWS * D  # in shared memory
 ONE = np.float32(1.0)
-MERGE_COST = 0.1  # of a split, in tiles
+ALL = 0xFFFFFFFF  # bits of a word
+# For `choose_splits`, in tiles: what a block, a merge, and a block's part of it cost.
+START, MERGE_START, MERGE_COST = 4.0, 3.0, 0.04
 
 
 class Form(NamedTuple):
     """How much of the cache is in shared memory at a time."""
 
-    keys: int  # of a tile
-    stages: int  # tiles: 2, or 1 that is not refilled before it is used up
+    keys: int  # of a tile: 16 or 32
+    stages: int  # tiles: 3, or 1 that is not refilled before it is used up
 
     @property
     def dynamic_shared(self) -> int:
@@ -92,13 +104,14 @@ class Form(NamedTuple):
     @property
     def shared(self) -> int:
         """Bytes in all."""
-        return self.dynamic_shared + 2 * ROWS * self.keys + 4 * 3 * ROWS
+        weights, given = 2 * 2 * ROWS * self.keys, 4 * ROWS * self.keys
+        return self.dynamic_shared + weights + given + 4 * ROWS
 
 
-# Largest first: 224.8, 148.8 and 92.8 KB, for cards that give a block 227 KB (sm_90,
-# sm_100), 163 KB (sm_80) and 99 KB (sm_86, sm_89, sm_120: two stages do not fit). From
-# sm_80 on no card gives less.
-FORMS = (Form(64, 2), Form(32, 2), Form(16, 1))
+# Largest first: 196.3, 134.3 and 98.3 KB, for cards that give a block 227 KB (sm_90,
+# sm_100), 163 KB (sm_80) and 99 KB (sm_86, sm_89, sm_120). From sm_80 on no card gives
+# less.
+FORMS = (Form(32, 3), Form(16, 3), Form(16, 1))
 
 
 # ------------------------------------------------------------------------------- places
@@ -116,11 +129,11 @@ def place(row, group, column):
 
 @cuda.jit(device=True)
 def weight_place(row, key, keys):
-    """Where in its row of the weights [ROWS, keys] a key's weight stands.
+    """Where a key's weight stands among the weights [ROWS, keys], in words of two.
 
     Of these shorter rows 64 / keys fill the 32 banks once, and share a swizzle.
     """
-    return key ^ ((row & 7) * keys >> 6) << 3
+    return (row * keys + (key ^ ((row & 7) * keys >> 6) << 3)) // 2
 
 
 # --------------------------------------------------------------------------------- load
@@ -130,75 +143,136 @@ def weight_place(row, key, keys):
 def request_rows(shared, at, source, first, end, count):
     """Ask for `count` rows of `source` [·, D] from row `first` on, zeros from `end` on.
 
-    8 lanes ask for 128 bytes of a row, so that whole lines are read.
+    By the adding warps. 8 lanes ask for 128 bytes of a row, so that whole lines are
+    read; 32 rows at a time, or 16 and twice as many columns.
     """
     thread = np.uint32(cuda.threadIdx.x)
-    together = min(count, THREADS // 8)  # rows that the block asks for at a time …
-    beside = THREADS // 8 // together  # … and groups of columns of each
-    chunk = (thread & 7) * 8
-    row = (thread >> 3) % together
-    own_group = thread // (8 * together) % beside
+    together = min(count, 4 * ADDING)
+    beside = 4 * ADDING // together
+    chunk, row = (thread & 7) * 8, (thread >> 3) & (together - 1)
+    own_group = ((thread >> 3) & (4 * ADDING - 1)) // together
     for above in range(0, count, together):
-        to = above + row
-        n_bytes = 16 if first + to < end else 0
+        n_bytes = 16 if first + above + row < end else 0
         for left in range(0, GROUPS, beside):
             group = left + own_group
             if group < GROUPS:
-                here = at + place(to, group, chunk)
-                origin = (first + to, group * GROUP + chunk)
+                here = at + place(above + row, group, chunk)
+                origin = (first + above + row, group * GROUP + chunk)
                 cp_async_16_zfill(shared, here, source, origin, n_bytes)
+    cp_async_commit_group()
+
+
+@cuda.jit(device=True)
+def meet(flag):
+    """Wait for the whole block; whether anyone brings a flag.
+
+    Both trades wait at this one barrier.
+    """
+    return cuda.syncthreads_or(flag)
 
 
 # -------------------------------------------------------------------------------- q · k
 
 
 @cuda.jit(device=True)
-def score_tile(shared, keys_at, row, first_key, lane, parts, sums):
-    """q · k of 16 rows and `parts` × 8 keys by a warp, in two sums.
+def query_place(row, odd, lane):
+    """Where a lane reads the fragment of 16 rows and the first even or odd columns."""
+    return place(row + (lane & 15), 0, 16 * odd + (lane >> 4) * 8)
 
-    ``sums[0]`` takes the even and ``sums[1]`` the odd 16 columns, so that twice as many
-    products run side by side. Of part n a lane has rows g and g + 8 and keys 2t and
+
+@cuda.jit(device=True)
+def key_place(odd, lane):
+    """The same for the first 16 keys of a tile, as the other factor."""
+    row = (lane & 7) + (lane >> 4) * 8
+    return place(row, 0, 16 * odd + (lane >> 3 & 1) * 8)
+
+
+@cuda.jit(device=True)
+def multiply(shared, own_at, other_at, keys_at, parts, products):
+    """q · k of 2 × 16 rows and `parts` × 8 keys by a warp, over half of the columns.
+
+    The even or the odd 16. Of part n a lane has rows g and g + 8 and keys 2t and
     2t + 1, as `mma_m16n8k16_bf16` tells.
     """
-    for odd_columns in range(2):
+    for m in range(2):
         for n in range(parts):
             for e in range(4):
-                sums[odd_columns, n, e] = ZERO
-    query_row, query_half = row + (lane & 15), (lane >> 4) * 8
-    key_row, key_quarter = first_key + (lane & 7), (lane >> 3) * 8
+                products[m, n, e] = ZERO
     for group in range(GROUPS):
-        for column in range(0, GROUP, 32):
-            even = ldmatrix_x4(shared, place(query_row, group, column + query_half))
-            odd = ldmatrix_x4(shared, place(query_row, group, column + 16 + query_half))
-            for n in range(parts):
-                at = keys_at + place(key_row + 8 * n, group, column + key_quarter)
-                both = ldmatrix_x4(shared, at)  # 8 keys, 32 columns
-                mma_m16n8k16_bf16(sums[0, n], even, both[:2])
-                mma_m16n8k16_bf16(sums[1, n], odd, both[2:])
+        at = group * GROUP
+        own_left = ldmatrix_x4(shared, own_at + at)
+        other_left = ldmatrix_x4(shared, other_at + at)
+        own_right = ldmatrix_x4(shared, (own_at ^ 32) + at)
+        other_right = ldmatrix_x4(shared, (other_at ^ 32) + at)
+        for n in range(0, parts, 2):  # 16 keys
+            left = ldmatrix_x4(shared, keys_at + at + 8 * n * D)
+            right = ldmatrix_x4(shared, (keys_at ^ 32) + at + 8 * n * D)
+            mma_m16n8k16_bf16(products[0, n], own_left, left[:2])
+            mma_m16n8k16_bf16(products[0, n + 1], own_left, left[2:])
+            mma_m16n8k16_bf16(products[1, n], other_left, left[:2])
+            mma_m16n8k16_bf16(products[1, n + 1], other_left, left[2:])
+            mma_m16n8k16_bf16(products[0, n], own_right, right[:2])
+            mma_m16n8k16_bf16(products[0, n + 1], own_right, right[2:])
+            mma_m16n8k16_bf16(products[1, n], other_right, right[:2])
+            mma_m16n8k16_bf16(products[1, n + 1], other_right, right[2:])
 
 
 @cuda.jit(device=True)
-def scale_scores(sums, parts, scale, scores):
-    """Bring both sums of a score together, in base 2."""
+def give(products, warp, lane, parts, given):
+    """Write the products of the other warp's rows, for it to read."""
     for n in range(parts):
-        for e in range(4):
-            scores[n, e] = (sums[0, n, e] + sums[1, n, e]) * scale
+        store4(
+            given[warp, n],
+            4 * lane,
+            products[1, n, 0],
+            products[1, n, 1],
+            products[1, n, 2],
+            products[1, n, 3],
+        )
 
 
 @cuda.jit(device=True)
-def hide(visibility, b, packed, heads, first_key, prefix_len, n_keys, parts, scores):
+def take(products, warp, lane, parts, scale, given, scores):
+    """Scores of the warp's own rows in base 2: its products and its partner's."""
+    for n in range(parts):
+        w, x, y, z = load4(given[warp ^ 1, n], 4 * lane)
+        scores[n, 0] = (products[0, n, 0] + w) * scale
+        scores[n, 1] = (products[0, n, 1] + x) * scale
+        scores[n, 2] = (products[0, n, 2] + y) * scale
+        scores[n, 3] = (products[0, n, 3] + z) * scale
+
+
+@cuda.jit(device=True)
+def seen_keys(visibility, b, row, first, count):
+    """A bit for each of 32 tail rows from `first` on: whether a tree row sees it.
+
+    Negative ones are keys of the prefix: seen. `count` keys are there.
+    """
+    word = first >> 5  # rounds down
+    shift = np.uint32(first & 31)
+    low = visibility[b, row, word] if word >= 0 else np.uint32(ALL)
+    high = np.uint32(0)
+    if word + 1 < visibility.shape[2]:
+        high = visibility[b, row, word + 1]
+    seen = (low >> shift) | ((high << np.uint32(31 - shift)) << np.uint32(1))
+    return seen & np.uint32(ALL if count >= 32 else (1 << count) - 1)
+
+
+@cuda.jit(device=True)
+def hide(visibility, b, packed, heads, key, prefix_len, n_keys, lane, parts, scores):
     """Set this lane's scores of keys that a row does not see to -inf.
 
     packed : the lane's upper packed row (the other is 8 further)
-    first_key : its first key
+    key : the tile's first
     """
     for r in range(2):
         # Rows past the request's last repeat it: nobody stores them.
         row = min((packed + 8 * r) // heads, visibility.shape[1] - 1)
+        seen = seen_keys(visibility, b, row, key - prefix_len, n_keys - key)
         for n in range(parts):
             for e in range(2):
-                key = first_key + 8 * n + e
-                if key >= n_keys or not sees(visibility, b, row, key, prefix_len):
+                bit = np.uint32(8 * n + (lane & 3) * 2 + e)
+                if (seen >> bit) & np.uint32(1) == 0:
                     scores[n, 2 * r + e] = MINUS_INF
 
 
@@ -206,52 +280,41 @@ def hide(visibility, b, packed, heads, first_key, prefix_len, n_keys, parts, sco
 
 
 @cuda.jit(device=True)
-def weigh(score, top):
-    """2^(score - top); 0 for an unseen key, also where none was seen yet."""
-    return ZERO if score == MINUS_INF else ex2_approx(score - top)
-
-
-@cuda.jit(device=True)
-def find_maxima(scores, parts, half, row, lane, maxima):
-    """Write the largest score of every row, in this warp's half of the keys."""
-    for r in range(2):
-        highest = MINUS_INF
-        for n in range(parts):
-            for e in range(2):
-                highest = cuda.libdevice.fmaxf(highest, scores[n, 2 * r + e])
-        for distance in (1, 2):  # the 4 lanes of a row
-            other = cuda.shfl_xor_sync(FULL_WARP, highest, distance)
-            highest = cuda.libdevice.fmaxf(highest, other)
-        if lane & 3 == 0:
-            maxima[half, row + (lane >> 2) + 8 * r] = highest
-
-
-@cuda.jit(device=True)
 def weigh_tile(
-    scores, parts, keys, half, row, lane, maxima, top, total, shrinks, weights
+    scores, parts, keys, row, lane, top, total, shrinks, weights_at, weights
 ):
     """Turn scores into weights, for all warps to read; returns whether a top moved.
 
-    Also what older sums shrink by, where the tile has a new maximum.
+    Also what older sums shrink by, where it did.
     """
+    highest = cuda.local.array(2, np.float32)
+    for r in range(2):
+        highest[r] = top[r]
+        for n in range(parts):
+            for e in range(2):
+                highest[r] = cuda.libdevice.fmaxf(highest[r], scores[n, 2 * r + e])
+    for distance in (1, 2):  # the 4 lanes of a row
+        for r in range(2):
+            other = cuda.shfl_xor_sync(FULL_WARP, highest[r], distance)
+            highest[r] = cuda.libdevice.fmaxf(highest[r], other)
     moved = np.int32(0)
     for r in range(2):
-        at = row + (lane >> 2) + 8 * r
-        highest = cuda.libdevice.fmaxf(maxima[0, at], maxima[1, at])
-        highest = cuda.libdevice.fmaxf(highest, top[r])
-        shrink = weigh(top[r], highest)
-        top[r] = highest
-        total[r] *= shrink
-        for n in range(parts):
-            low = weigh(scores[n, 2 * r], highest)
-            high = weigh(scores[n, 2 * r + 1], highest)
-            total[r] += low + high
-            key = half * (keys // 2) + 8 * n + (lane & 3) * 2
-            weights[at, weight_place(at, key, keys) // 2] = cvt_rn_bf16x2(low, high)
-        if half == 0 and lane & 3 == 0:
-            shrinks[at] = shrink
-        if shrink != ONE:
+        # What an unseen key weighs is 2^-inf, also where none was seen: never a NaN.
+        base = ZERO if highest[r] == MINUS_INF else highest[r]
+        shrink = ex2_approx(top[r] - base)
+        if highest[r] != top[r]:
             moved = np.int32(1)
+        top[r] = highest[r]
+        total[r] *= shrink
+        at = row + (lane >> 2) + 8 * r
+        for n in range(parts):
+            low = ex2_approx(scores[n, 2 * r] - base)
+            high = ex2_approx(scores[n, 2 * r + 1] - base)
+            total[r] += low + high
+            here = weight_place(at, 8 * n + (lane & 3) * 2, keys)
+            weights[weights_at + here] = cvt_rn_bf16x2(low, high)
+        if lane & 3 == 0:
+            shrinks[at] = shrink
     return moved
 
 
@@ -259,16 +322,15 @@ def weigh_tile(
 
 
 @cuda.jit(device=True)
-def clear_non_finite(words, at, keys):
-    """Set NaN and inf among a tile's values to 0; words of two elements, from `at` on.
+def clear_non_finite(words, at, group, lane, count):
+    """Set NaN and inf in a warp's `count` values to 0; words of two elements.
 
     A row that does not see a key weighs its value with 0, and 0 · NaN is NaN. A row
     that does see it loses nothing: the key's NaN made its score NaN, so its total is
     NaN too.
     """
-    column = cuda.threadIdx.x  # the swizzle keeps the 512 columns of values together
-    for key in range(keys):
-        here = at + key * (D // 2) + column
+    for key in range(count):
+        here = at + key * (D // 2) + group * (GROUP // 2) + lane  # swizzled inside
         pair = words[here]
         low, high = pair & np.uint32(0x7F80), pair & np.uint32(0x7F800000)
         if low == np.uint32(0x7F80) or high == np.uint32(0x7F800000):
@@ -277,6 +339,7 @@ def clear_non_finite(words, at, keys):
             if high == np.uint32(0x7F800000):
                 pair &= np.uint32(0x0000FFFF)
             words[here] = pair
+    cuda.syncwarp()  # other lanes read them
 
 
 @cuda.jit(device=True)
@@ -292,71 +355,108 @@ def shrink_sums(shrinks, lane, sums):
 
 
 @cuda.jit(device=True)
-def load_weights(weights, row, key, keys, lane):
-    """The fragment of 16 rows' weights of 16 keys."""
-    row += lane & 15
-    return ldmatrix_x4(
-        weights, (row, weight_place(row, key + (lane >> 4) * 8, keys) // 2)
-    )
+def value_place(group, lane):
+    """Where a lane reads the fragment of the first 16 keys and columns of a group."""
+    return place(lane & 15, group, (lane >> 4) * 8)
 
 
 @cuda.jit(device=True)
-def add_values(shared, values_at, weights, keys, group, lane, sums):
-    """Add weights · values, for every row and a group of 64 columns, by a warp."""
-    for key in range(0, keys, 16):
-        rows0 = load_weights(weights, 0, key, keys, lane)
-        rows1 = load_weights(weights, 16, key, keys, lane)
-        rows2 = load_weights(weights, 32, key, keys, lane)
-        rows3 = load_weights(weights, 48, key, keys, lane)
-        for n in range(0, COLUMN_PARTS, 2):
-            column = 8 * n + (lane >> 4) * 8
-            at = values_at + place(key + (lane & 15), group, column)
-            both = ldmatrix_x4_trans(shared, at)  # 16 keys, 16 columns
-            mma_m16n8k16_bf16(sums[0, n], rows0, both[:2])
-            mma_m16n8k16_bf16(sums[1, n], rows1, both[:2])
-            mma_m16n8k16_bf16(sums[2, n], rows2, both[:2])
-            mma_m16n8k16_bf16(sums[3, n], rows3, both[:2])
-            mma_m16n8k16_bf16(sums[0, n + 1], rows0, both[2:])
-            mma_m16n8k16_bf16(sums[1, n + 1], rows1, both[2:])
-            mma_m16n8k16_bf16(sums[2, n + 1], rows2, both[2:])
-            mma_m16n8k16_bf16(sums[3, n + 1], rows3, both[2:])
+def add_values(shared, values_at, weights, weights_at, keys, sums):
+    """Add weights · values of 16 keys, for every row and 64 columns, by a warp."""
+    rows0 = ldmatrix_x4(weights, weights_at)
+    rows1 = ldmatrix_x4(weights, weights_at + 8 * keys)
+    rows2 = ldmatrix_x4(weights, weights_at + 16 * keys)
+    rows3 = ldmatrix_x4(weights, weights_at + 24 * keys)
+    for n in range(0, COLUMN_PARTS, 2):
+        both = ldmatrix_x4_trans(shared, values_at ^ 8 * n)  # 16 keys, 16 columns
+        mma_m16n8k16_bf16(sums[0, n], rows0, both[:2])
+        mma_m16n8k16_bf16(sums[1, n], rows1, both[:2])
+        mma_m16n8k16_bf16(sums[2, n], rows2, both[:2])
+        mma_m16n8k16_bf16(sums[3, n], rows3, both[:2])
+        mma_m16n8k16_bf16(sums[0, n + 1], rows0, both[2:])
+        mma_m16n8k16_bf16(sums[1, n + 1], rows1, both[2:])
+        mma_m16n8k16_bf16(sums[2, n + 1], rows2, both[2:])
+        mma_m16n8k16_bf16(sums[3, n + 1], rows3, both[2:])
 
 
 # ------------------------------------------------------------------------------- output
 
 
 @cuda.jit(device=True)
-def store_sums(sums, row0, group, lane, accs):
-    """Write this warp's sums of the packed rows that there are; accs [R, Dc]."""
-    for m in range(ROW_PARTS):
-        for r in range(2):
-            row = row0 + 16 * m + (lane >> 2) + 8 * r
-            if row < accs.shape[0]:
-                for n in range(COLUMN_PARTS):
-                    column = group * GROUP + 8 * n + (lane & 3) * 2
-                    accs[row, column] = sums[m, n, 2 * r]
-                    accs[row, column + 1] = sums[m, n, 2 * r + 1]
-
-
-@cuda.jit(device=True)
-def store_tops(
-    visibility, b, heads, row0, row, half, lane, maxima, top, total, tops, totals
+def finish_rows(
+    visibility,
+    b,
+    heads,
+    row0,
+    row,
+    lane,
+    whole,
+    top,
+    total,
+    factors,
+    tops,
+    totals,
 ):
-    """Write top and total of every row, padding as a row that saw nothing; tops [R]."""
+    """Write top and total of the warp's 16 rows; tops [R].
+
+    Where no splits are to be merged (`whole`) the logarithm of the sum instead. And for
+    the adding warps what every row's sums are to be multiplied by.
+    """
     for r in range(2):
         for distance in (1, 2):  # the 4 lanes of a row
             total[r] += cuda.shfl_xor_sync(FULL_WARP, total[r], distance)
-    at = row + (lane >> 2)
-    if lane & 3 == 0 and half == 1:
-        maxima[1, at], maxima[1, at + 8] = total[0], total[1]
-    cuda.syncthreads()  # the totals of the second half of the keys are there
-    if lane & 3 == 0 and half == 0:
-        for r in range(2):
-            packed = row0 + at + 8 * r
+        at = row + (lane >> 2) + 8 * r
+        packed = row0 + at
+        if lane & 3 == 0:
+            # Rows past the request's last repeat it: nobody stores them.
+            tree_row = min(packed, tops.size - 1) // heads
+            seen = total[r] != ZERO  # NaN counts as seen
+            if is_padding(visibility, b, tree_row):
+                seen = False
+            factors[at] = ONE
+            if whole:
+                factors[at] = ONE / total[r] if seen else ZERO
             if packed < tops.size:
-                nothing = is_padding(visibility, b, packed // heads)
-                tops[packed] = MINUS_INF if nothing else top[r]
-                totals[packed] = ZERO if nothing else total[r] + maxima[1, at + 8 * r]
+                if whole:
+                    lse = cuda.fma(top[r], LN_2, math.log(total[r]))
+                    tops[packed] = lse if seen else MINUS_INF
+                else:
+                    tops[packed] = top[r] if seen else MINUS_INF
+                    totals[packed] = total[r] if seen else ZERO
+
+
+@cuda.jit(device=True)
+def store_sums(sums, row0, group, lane, factors, accs):
+    """Write this warp's sums of the packed rows that there are; accs [R, Dc].
+
+    Of 16 columns a lane has 2 and 2. Neighbours swap, so that each has 4 in a row.
+    """
+    odd = lane & 1
+    column = np.uint32(group * GROUP + odd * 8 + (lane & 2) * 2)
+    for m in range(ROW_PARTS):
+        for r in range(2):
+            at = 16 * m + (lane >> 2) + 8 * r
+            factor = factors[at]
+            # Select: a row that sees nothing may have met a NaN.
+            keep = factor != ZERO
+            for n in range(0, COLUMN_PARTS, 2):
+                w, x = sums[m, n, 2 * r], sums[m, n, 2 * r + 1]
+                y, z = sums[m, n + 1, 2 * r], sums[m, n + 1, 2 * r + 1]
+                first = cuda.shfl_xor_sync(FULL_WARP, w if odd else y, 1)
+                second = cuda.shfl_xor_sync(FULL_WARP, x if odd else z, 1)
+                if odd:
+                    w, x = first, second
+                else:
+                    y, z = first, second
+                if row0 + at < accs.shape[0]:
+                    store4(
+                        accs[row0 + at],
+                        column + 8 * n,
+                        w * factor if keep else ZERO,
+                        x * factor if keep else ZERO,
+                        y * factor if keep else ZERO,
+                        z * factor if keep else ZERO,
+                    )
 
 
 # ----------------------------------------------------------------------------- schedule
@@ -366,134 +466,181 @@ def store_tops(
 def make_kernel(form: Form) -> Any:
     """The kernel for one form."""
     keys, stages = form
-    pairs = keys // 2
-    parts = keys // 16  # of 8 keys, for a warp
+    parts = keys // 8
+    pairs = ROWS * keys // 2  # of weights, of a tile
+    both_pairs = 2 * pairs
+    stage = keys * D
+    overlapped = stages > 1
 
-    @cuda.jit
+    @cuda.jit(launch_bounds=THREADS)
     def mma_kernel(
         q,  # [B, R, 576] u16 (bf16 bits): packed rows, R = N·H, row i·H + h
         kv_cache,  # [B, S_max, 576] u16; rows start at multiples of 16 bytes
         prefix_lens,  # [B] i32
         visibility,  # [B, N, ceil(N/32)] u32
         scale,  # f32: sm_scale · log2(e)
-        accs,  # out [P, B, R, 512] f32
-        tops,  # out [P, B, R] f32, base 2
-        totals,  # out [P, B, R] f32
+        accs,  # out [P, B, R, 512] f32; with P = 1 the output itself
+        tops,  # out [P, B, R] f32, base 2; with P = 1 the lse
+        totals,  # out [P, B, R] f32; with P = 1 left alone
     ):
         shared = cuda.shared.array(0, np.uint16, alignment=128)  # queries and tiles
         words = cuda.shared.array(0, np.uint32, alignment=128)  # the same bytes
-        weights = cuda.shared.array((ROWS, pairs), np.uint32, alignment=16)  # bf16
-        maxima = cuda.shared.array((2, ROWS), np.float32)
+        weights = cuda.shared.array(both_pairs, np.uint32, alignment=16)
+        given = cuda.shared.array((SCORING, parts, 128), np.float32, alignment=16)
         shrinks = cuda.shared.array(ROWS, np.float32)
-        products = cuda.local.array((2, parts, 4), np.float32)
-        scores = cuda.local.array((parts, 4), np.float32)
-        sums = cuda.local.array((ROW_PARTS, COLUMN_PARTS, 4), np.float32)
-        top = cuda.local.array(2, np.float32)  # of rows g and g + 8 …
-        total = cuda.local.array(2, np.float32)  # … and of the lane's own keys
 
         thread = np.uint32(cuda.threadIdx.x)  # unsigned: no care for negative indices
         warp, lane = thread >> 5, thread & 31
-        row, half = (warp & 3) * 16, warp >> 2
-        heads = q.shape[1] // visibility.shape[1]
-        splits = accs.shape[0]
-        blocks = (q.shape[1] + ROWS - 1) // ROWS
-        split = cuda.blockIdx.x % splits
-        row0 = cuda.blockIdx.x // splits % blocks * ROWS
-        b = cuda.blockIdx.x // (splits * blocks)
-        prefix_len, n_keys = bounds(prefix_lens, b, kv_cache, visibility.shape[1])
+        # 32-bit numbers, to save registers.
+        heads = np.uint32(q.shape[1] // visibility.shape[1])
+        splits = np.uint32(accs.shape[0])
+        blocks = np.uint32((q.shape[1] + ROWS - 1) // ROWS)
+        block = np.uint32(cuda.blockIdx.x)
+        split = np.uint32(block % splits)
+        row0 = np.uint32(block // splits % blocks * np.uint32(ROWS))
+        b = np.uint32(block // splits // blocks)
+        lengths = bounds(prefix_lens, b, kv_cache, visibility.shape[1])
+        prefix_len, n_keys = np.int32(lengths[0]), np.int32(lengths[1])
         n_tiles = (n_keys + keys - 1) // keys
-        share = (n_tiles + splits - 1) // splits
-        first_tile = split * share
-        end_tile = min(first_tile + share, n_tiles)
+        share = (n_tiles + accs.shape[0] - 1) // accs.shape[0]
+        first = np.int32(min(split * share, n_tiles))
+        end = np.int32(min(first + share, n_tiles))
 
-        for r in range(2):
-            top[r] = MINUS_INF
-            total[r] = ZERO
-        for m in range(ROW_PARTS):
-            for n in range(COLUMN_PARTS):
-                for e in range(4):
-                    sums[m, n, e] = ZERO
-
-        request_rows(shared, 0, q[b], row0, q.shape[1], ROWS)
-        if first_tile < end_tile:
-            request_rows(shared, TILES_AT, kv_cache[b], first_tile * keys, n_keys, keys)
-        cp_async_commit_group()
-        for tile in range(first_tile, end_tile):
-            key0 = tile * keys
-            at = TILES_AT + (tile - first_tile) % stages * keys * D
-            cp_async_wait_group(0)
-            # A: the tile is there for all, and all are done with the tile before it.
-            cuda.syncthreads()
-            if stages > 1 and tile + 1 < end_tile:
-                next_at = TILES_AT + (tile + 1 - first_tile) % stages * keys * D
-                request_rows(shared, next_at, kv_cache[b], key0 + keys, n_keys, keys)
-                cp_async_commit_group()
-
-            score_tile(shared, at, row, half * pairs, lane, parts, products)
-            scale_scores(products, parts, scale, scores)
-            in_tail = key0 + keys > prefix_len
-            if in_tail:
-                key = key0 + half * pairs + (lane & 3) * 2
-                packed = row0 + row + (lane >> 2)
-                hide(
-                    visibility,
-                    b,
-                    packed,
-                    heads,
-                    key,
-                    prefix_len,
-                    n_keys,
-                    parts,
+        if warp < SCORING:
+            products = cuda.local.array((2, parts, 4), np.float32)
+            scores = cuda.local.array((parts, 4), np.float32)
+            top = cuda.local.array(2, np.float32)  # of rows g and g + 8 …
+            total = cuda.local.array(2, np.float32)  # … and of the lane's own keys
+            for r in range(2):
+                top[r] = MINUS_INF
+                total[r] = ZERO
+            odd = warp & 1
+            row = (warp >> 1) * 32 + odd * 16  # of the warp's own 16
+            own_at = query_place(row, odd, lane)
+            other_at = query_place(row + 16 - 32 * odd, odd, lane)
+            moved = np.int32(0)
+            here = key_place(odd, lane) + TILES_AT
+            for tile in range(first, end):
+                at = here + np.uint32(tile - first) % np.uint32(stages) * stage
+                meet(moved)  # A
+                if not overlapped:
+                    meet(0)
+                    meet(0)  # the keys are there
+                multiply(shared, own_at, other_at, at, parts, products)
+                give(products, warp, lane, parts, given)
+                meet(0)  # B
+                take(products, warp, lane, parts, scale, given, scores)
+                if (tile + 1) * keys > prefix_len:
+                    hide(
+                        visibility,
+                        b,
+                        row0 + row + (lane >> 2),
+                        heads,
+                        tile * keys,
+                        prefix_len,
+                        n_keys,
+                        lane,
+                        parts,
+                        scores,
+                    )
+                weights_at = (tile + 1 & 1) * pairs
+                moved = weigh_tile(
                     scores,
+                    parts,
+                    keys,
+                    row,
+                    lane,
+                    top,
+                    total,
+                    shrinks,
+                    weights_at,
+                    weights,
                 )
-            find_maxima(scores, parts, half, row, lane, maxima)
-            # B: the maxima are there, and all are done with the keys.
-            cuda.syncthreads()
-            if in_tail:
-                clear_non_finite(words, at // 2, keys)
-            moved = weigh_tile(
-                scores,
-                parts,
-                keys,
-                half,
+            meet(moved)  # the weights of the last tile are there
+            if not overlapped:
+                meet(0)
+                meet(0)
+            meet(0)
+            finish_rows(
+                visibility,
+                b,
+                heads,
+                row0,
                 row,
                 lane,
-                maxima,
+                splits == 1,
                 top,
                 total,
                 shrinks,
-                weights,
+                tops[split, b],
+                totals[split, b],
             )
-            # C: weights, shrinks and the cleared values are there.
-            if cuda.syncthreads_or(moved):
-                shrink_sums(shrinks, lane, sums)
-            add_values(shared, at, weights, keys, warp, lane, sums)
-            if stages == 1 and tile + 1 < end_tile:
-                cuda.syncthreads()  # all are done with the values
-                request_rows(shared, at, kv_cache[b], key0 + keys, n_keys, keys)
-                cp_async_commit_group()
-
-        cp_async_wait_group(0)  # a split without keys still has its queries on the way
-        store_sums(sums, row0, warp, lane, accs[split, b])
-        store_tops(
-            visibility,
-            b,
-            heads,
-            row0,
-            row,
-            half,
-            lane,
-            maxima,
-            top,
-            total,
-            tops[split, b],
-            totals[split, b],
-        )
+            meet(0)
+        else:
+            # Its tile is one behind: first none, then `first` … `end - 1`.
+            sums = cuda.local.array((ROW_PARTS, COLUMN_PARTS, 4), np.float32)
+            for m in range(ROW_PARTS):
+                for n in range(COLUMN_PARTS):
+                    for e in range(4):
+                        sums[m, n, e] = ZERO
+            group = warp - np.uint32(SCORING)
+            out = accs[split, b]
+            end_key = np.int32(min(end * keys, n_keys))
+            cache = kv_cache[b]
+            request_rows(shared, 0, q[b], row0, q.shape[1], ROWS)
+            if overlapped:
+                request_rows(shared, TILES_AT, cache, first * keys, end_key, keys)
+            last = TILES_AT + (stages - 1) * stage
+            at = np.uint32(last)  # of the tile
+            for step in range(first, np.int32(end + 1)):
+                cp_async_wait_group(0)
+                shrinking = meet(0)  # A
+                if overlapped:
+                    # The place of the tile before this one, which is done with.
+                    later = at - stage if at > TILES_AT else at + 2 * stage
+                    next_key = (step + 1) * keys
+                    request_rows(shared, later, cache, next_key, end_key, keys)
+                weights_at = (step & 1) * pairs
+                if step > first:
+                    if step * keys > prefix_len:
+                        count = min(end_key - (step - 1) * keys, keys)
+                        clear_non_finite(words, at // 2, group, lane, count)
+                    if shrinking:
+                        shrink_sums(shrinks, lane, sums)
+                    here = weights_at + weight_place(lane & 15, (lane >> 4) * 8, keys)
+                    values_at = at + value_place(group, lane)
+                    add_values(shared, values_at, weights, here, keys, sums)
+                if not overlapped:
+                    meet(0)  # all are done with the values
+                    request_rows(shared, TILES_AT, cache, step * keys, end_key, keys)
+                    cp_async_wait_group(0)
+                    meet(0)  # the keys are there
+                meet(0)  # B
+                if keys == 32 and step > first:
+                    key = 16 + (lane >> 4) * 8
+                    here = weights_at + weight_place(lane & 15, key, keys)
+                    values_at = at + 16 * D + value_place(group, lane)
+                    add_values(shared, values_at, weights, here, keys, sums)
+                at = np.uint32(at + stage if at < last else TILES_AT)
+            cp_async_wait_group(0)
+            meet(0)  # the factors are there
+            store_sums(sums, row0, group, lane, shrinks, out)
 
     return mma_kernel
 
 
 # --------------------------------------------------------------------------------- host
+
+
+def takes(q: Any, kv_cache: Any, d_latent: int) -> bool:
+    """Whether this version computes such arrays, on the current GPU."""
+    return (
+        q.dtype == np.uint16
+        and (q.shape[3], d_latent) == (D, D_LATENT)
+        and rows_start_at(8, q)
+        and rows_start_at(8, kv_cache)
+        and cuda.get_current_device().compute_capability >= (8, 0)
+    )
 
 
 def check_kind(q: Any, d_latent: int) -> None:
@@ -520,7 +667,7 @@ def check_rows(**arrays: Any) -> None:
 
 
 def form_for(at: Place) -> Form:
-    """The largest form that the GPU can hold; in the emulator the middle one.
+    """The largest form that the GPU can hold; in the emulator the largest.
 
     Raises
     ------
@@ -528,7 +675,7 @@ def form_for(at: Place) -> Form:
         If the GPU lacks the instructions.
     """
     if at.executor != "gpu":
-        return FORMS[1]
+        return FORMS[0]
     device = cuda.get_current_device()
     major, minor = device.compute_capability
     if major < 8:
