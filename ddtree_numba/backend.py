@@ -629,5 +629,10 @@ def compile_ptx(
 
     Device.compute_capability = compute_capability  # type: ignore[attr-defined]
     with mock.patch.object(dispatcher, "get_current_device", Device):
-        ptx, _ = cuda.compile_ptx(kernel, signature, cc=compute_capability)
+        ptx, _ = cuda.compile_ptx(
+            kernel,
+            signature,
+            cc=compute_capability,
+            launch_bounds=getattr(kernel, "targetoptions", {}).get("launch_bounds"),
+        )
     return ptx
