@@ -515,14 +515,29 @@ def test_no_race_in_the_parallel_version(monkeypatch, order, digits):
 
 
 @pytest.mark.parametrize(
-    ("budget", "unused"),
-    [(64, "tree_build_parallel_kernel"), (65, "tree_build_kernel")],
+    ("deeper", "unused"), [(0, "tree_build_kernel"), (1, "tree_build_parallel_kernel")]
 )
-def test_auto_takes_the_parallel_version_above_64_nodes(monkeypatch, budget, unused):
-    candidates = random_candidates(8, (1, 3, 6))
-    expected = tree_build(*candidates, budget)
+def test_auto_takes_the_parallel_version_as_deep_as_labels_go(
+    monkeypatch, deeper, unused
+):
+    shape = (1, tree_build_module.EXACT_DEPTH + deeper, 2)
+    candidates = random_candidates(8, shape)
+    expected = tree_build(*candidates, 20)
     monkeypatch.delattr(tree_build_module, unused)  # "auto" does without it
-    assert_same(tree_build(*candidates, budget, executor="emulator"), expected)
+    assert_same(tree_build(*candidates, 20, executor="emulator"), expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "budget"), [((1, 3, 12), 150), ((1, 43, 2), 90), ((1, 2, 40), 700)]
+)
+def test_labels_order_wide_and_deep_paths_that_tie(alone, shape, budget):
+    """Nodes of a depth tie here, and those of two depths where a step costs nothing."""
+    log_probs, tokens = random_candidates(2, shape)
+    log_probs[:] = -0.5
+    log_probs[:, 1::3, 0] = 0
+    given = log_probs, tokens, budget
+    tree = tree_build(*given, version="parallel", executor="emulator")
+    assert_same(tree, tree_build(*given, executor="numpy"))
 
 
 @pytest.mark.ptx

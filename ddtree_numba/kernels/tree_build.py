@@ -14,25 +14,16 @@ Frontier
 Best-first search keeps a frontier of candidates. Taking one as the next row puts two
 others in its place, its first child and its next sibling: neither can score higher. So
 M rows need at most M candidates at a time, and the next row's parent is a row already.
-Slot s of the frontier holds row s's children, one after the other, each the next
-sibling of the one before.
 
-One warp does this. Lane l holds the best candidate of the slots l, l + 32, …; the best
-of the 32 lanes is the next row. Then one lane looks through its slots again, for the
-next sibling is worse than the row was, and one looks at the new slot, for the child.
+Ties need the candidates' order by rank path, yet no path is ever compared: each
+candidate knows its place in that order. Between a candidate and its next sibling stand
+only the candidate's descendants, none of which is in the frontier before it is taken.
+So its child and its sibling take its place, the child first, and every candidate behind
+moves up by one::
 
-Labels
-------
-Ties are decided by rank path. A path's label is its ranks in a code that keeps their
-order and is short for the paths that matter, from the highest bit on::
-
-    rank    0   1    2    3      4      5      6      7 …
-    code    0   100  101  11000  11001  11010  11011  1110000 …
-
-Lowering some of a path's ranks gives a prefix that is as good and stands before it, so
-among the M best the product of all ranks + 1 is M at most: a label takes a bit a level
-and two for every doubling of M. Up to `EXACT_DEPTH` its 63 bits hold it; of deeper ones
-the ends are cut off, and where labels tie the paths themselves are compared.
+    order     0      1      2              0      1        2      3
+    frontier  (0,2)  (1,0)  (2)    take    (0,2)  (1,0,0)  (1,1)  (2)
+                     ^                            child    sibling
 
 Levels
 ------
@@ -46,6 +37,19 @@ with their last token, then of the pool. Whatever the histogram cannot tell apar
 remains, so at the end there are little more than M nodes. Their bins put them in order
 but for the few of a bin, which are compared, by label where scores are equal. With very
 many ties there is too much, and the frontier does it.
+
+Labels
+------
+A node's label is its rank path in a code that keeps the order of paths and is short for
+those that matter, from the highest bit on::
+
+    rank    0   1    2    3      4      5      6      7 …
+    code    0   100  101  11000  11001  11010  11011  1110000 …
+
+Lowering some of a path's ranks gives a prefix that is as good and stands before it, so
+among the M best the product of all ranks + 1 is M at most: a label takes a bit a level
+and two for every doubling of M, which 63 bits hold up to `EXACT_DEPTH`. A label that is
+cut off is not among the M best and comes behind those that are.
 
 Versions
 --------
@@ -81,23 +85,24 @@ MAX_DRAFT_NODES = 1024
 MAX_ROWS = MAX_DRAFT_NODES + 1
 THREADS = 256
 LOWEST, HIGHEST = map(float, reference.FLOAT32_RANGE)
-NO_SLOT = 0xFFFF
+SIBLING, CHILD = 0, 1  # the lanes that put a taken row's two candidates in its place
+NO_ORDER = NO_SLOT = 0xFFFF  # behind every candidate, none of them
+NOTHING = -0x7FF00001  # -inf's upper half, as `best_candidate` orders scores
 RISES, HOLDS_NAN = 1, 2
-NOTHING = -0x7FF00001  # -inf's upper half, as `best_lane` orders scores
-LABEL_BITS = 63
-# A candidate is not taken yet: its last rank may double the product.
-EXACT_DEPTH = LABEL_BITS - 2 * ((2 * MAX_DRAFT_NODES).bit_length() - 1)
 
 VERSIONS = ("auto", "simple", "parallel")
-PARALLEL_THREADS = 512
-SIMPLE_UP_TO = 64
+PARALLEL_THREADS = 512  # at most
+LABEL_BITS = 63
+EXACT_DEPTH = LABEL_BITS - 2 * (MAX_DRAFT_NODES.bit_length() - 1)
 POOL = 8192  # nodes in the workspace
 MOST_COUNTED = 4 * POOL  # children that are looked at to raise the bound
 SORTED = 2048  # nodes that are put in order in shared memory
-BINS = 1024
-SPAN = 64.0  # the bins go down to this log-probability at first
-COARSE = 128  # bins to which the bound falls before they are spread again
+BINS = 2 * PARALLEL_THREADS  # at most: two a lane
+SPAN = 64.0  # the bins go down to this log-probability if no bound is known
+LEAST_SPAN = 1e-3
+COARSE = 8  # part of the bins to which the bound falls before they are spread again
 LARGEST_SCALE = 1e30  # of the bins, so that it stays a float32
+SPINES_FROM = 128  # budget from where spines are worth counting
 PARENT, DEPTH, RANK, ROW, BITS = range(5)  # what the pool knows of a node
 
 
@@ -150,209 +155,103 @@ def child_score(table, parent_score, depth, rank):
 
 
 @cuda.jit(device=True)
-def add_rank(label, bits, rank):
-    """A path's label, and its length in bits, when a rank is added to the path.
-
-    Labels are numbers of 63 bits, so that int64 order them; what is longer is cut off.
-    """
-    doublings = np.int64(31) - cuda.clz(np.int32(rank + 1))
-    length = 2 * doublings + 1
-    ones = (np.int64(1) << doublings) - 1
-    code = (ones << (doublings + 1)) | (rank + 1 - (np.int64(1) << doublings))
-    left = LABEL_BITS - bits - length
-    if left >= 0:
-        label |= code << left
-    elif left > -length:
-        label |= code >> -left
-    return label, bits + length
-
-
-@cuda.jit(device=True)
-def path_is_lower(a, a_rank, b, b_rank, rows):
-    """Whether candidate ``(row a, rank)`` stands before another by rank path.
-
-    Neither is the other's ancestor.
-    """
-    _, parents, depths, ranks, _ = rows
-    x, y = np.int32(a), np.int32(b)
-    x_rank, y_rank = np.int32(a_rank), np.int32(b_rank)
-    while x != y:  # up to where both paths have the same parent
-        if depths[x] >= depths[y]:
-            x_rank = np.int32(ranks[x])
-            x = np.int32(parents[x])
-        else:
-            y_rank = np.int32(ranks[y])
-            y = np.int32(parents[y])
-    return x_rank < y_rank
-
-
-@cuda.jit(device=True)
-def slot_is_lower(a, b, frontier, rows):
-    """Whether a slot's candidate stands before another slot's by rank path."""
-    _, ranks, _, labels, bits = frontier
-    label, _ = add_rank(labels[a], bits[a], ranks[a])
-    other, _ = add_rank(labels[b], bits[b], ranks[b])
-    if label != other:
-        return label < other
-    return path_is_lower(a, ranks[a], b, ranks[b], rows)
-
-
-@cuda.jit(device=True)
-def best_of_lane(count, frontier, rows):
-    """The best candidate of a lane's slots below `count`: its score and its slot."""
-    scores = frontier[0]
-    best = np.float64(-math.inf)
-    slot = np.uint32(NO_SLOT)
-    s = np.uint32(cuda.threadIdx.x)
-    while s < count:
-        score = scores[s]
-        better = score > best
-        if score == best and best > -math.inf:
-            better = slot_is_lower(s, slot, frontier, rows)
-        best = score if better else best
-        slot = s if better else slot
-        s = np.uint32(s + np.uint32(WARP))
-    return best, slot
-
-
-@cuda.jit(device=True)
-def look_ahead(table, score, slot, frontier, rows):
-    """What follows a candidate if it is taken: the scores of its sibling and child."""
-    row_scores, _, row_depths, _, _ = rows
-    if slot == np.uint32(NO_SLOT):
-        return np.float64(-math.inf), np.float64(-math.inf)
-    depth = np.uint32(row_depths[slot] + np.uint32(1))
-    rank = np.uint32(frontier[1][slot] + np.uint32(1))
-    sibling = child_score(table, row_scores[slot], depth, rank)
-    depth = np.uint32(depth + np.uint32(1))
-    return sibling, child_score(table, score, depth, np.uint32(0))
-
-
-@cuda.jit(device=True)
-def lanes_of_least(x, lanes, mine):
-    """Of a ballot's lanes (`mine`: this is one) those with the least unsigned x."""
+def lanes_of_least(x, lanes):
+    """Of a ballot's lanes those that have the least unsigned x."""
     if cuda.popc(lanes) == 1:
         return lanes
+    mine = lanes >> cuda.threadIdx.x & 1 != 0
     least = redux_min(x if mine else np.uint32(0xFFFFFFFF))
     return cuda.ballot_sync(FULL_WARP, mine and x == least)
 
 
 @cuda.jit(device=True)
-def lane_of_lowest(slot, lanes, frontier, rows):
-    """Of a ballot's lanes the one whose candidate stands first by rank path."""
-    lane = cuda.threadIdx.x
-    mine = lanes >> lane & 1 != 0
-    label = np.int64(0)
-    if mine:
-        _, ranks, _, labels, bits = frontier
-        label, _ = add_rank(labels[slot], bits[slot], ranks[slot])
-    lanes = lanes_of_least(np.uint32(label >> 32), lanes, mine)
-    mine = lanes >> lane & 1 != 0
-    lanes = lanes_of_least(np.uint32(label), lanes, mine)
-    first = cuda.ffs(lanes) - 1
-    if cuda.popc(lanes) == 1:
-        return first
-    for other in range(first + 1, WARP):  # deeper than `EXACT_DEPTH`
-        if lanes >> other & 1:
-            a = cuda.shfl_sync(FULL_WARP, np.int32(slot), other)
-            b = cuda.shfl_sync(FULL_WARP, np.int32(slot), first)
-            if slot_is_lower(a, b, frontier, rows):
-                first = other
-    return first
+def best_candidate(scores, orders, count, taken_order):
+    """The warp finds the best of `count` candidates, or slot `NO_SLOT` if none is left.
 
-
-@cuda.jit(device=True)
-def best_lane(best, slot, frontier, rows):
-    """The lane that holds the best of the warp's candidates, -1 if there is none."""
-    # Signed integers order scores: as their bits if positive, reversed if negative. The
-    # upper half mostly tells.
+    On the way it makes room for the newest candidate, a child that took the place of
+    its parent: whoever stood there (its new sibling too) or behind moves up by one.
+    """
+    best = np.float64(-math.inf)
+    order = np.uint32(NO_ORDER)
+    slot = np.uint32(NO_SLOT)
+    s = np.uint32(cuda.threadIdx.x)
+    while s < count:
+        score = scores[s]
+        own = np.uint32(orders[s])
+        if own >= taken_order and np.uint32(s + np.uint32(1)) != count:
+            own = np.uint32(own + np.uint32(1))
+            orders[s] = own
+        if (score > best) | ((score == best) & (own < order)):
+            best, order, slot = score, own, s
+        s = np.uint32(s + np.uint32(WARP))
+    # Integers order scores: as their bits if positive, reversed if negative. The upper
+    # half of them mostly tells.
     bits = cuda.libdevice.double_as_longlong(best)
     upper = np.int32(bits >> 32)
     upper ^= (upper >> 31) & 0x7FFFFFFF
     highest = redux_max(np.int32(upper))
     if highest == NOTHING:  # in every lane alike
-        return -1
-    mine = upper == highest
-    lanes = cuda.ballot_sync(FULL_WARP, mine)
-    if cuda.popc(lanes) > 1:
-        lower = np.uint32(bits if bits < 0 else ~bits)
-        lanes = lanes_of_least(lower, lanes, mine)
-        if cuda.popc(lanes) > 1:
-            return lane_of_lowest(slot, lanes, frontier, rows)
-    return cuda.ffs(lanes) - 1
+        return best, order, np.uint32(NO_SLOT)
+    lanes = cuda.ballot_sync(FULL_WARP, upper == highest)
+    lanes = lanes_of_least(np.uint32(bits if bits < 0 else ~bits), lanes)
+    lanes = lanes_of_least(order, lanes)
+    winner = cuda.ffs(lanes) - 1
+    best = cuda.shfl_sync(FULL_WARP, best, winner)
+    order = np.uint32(cuda.shfl_sync(FULL_WARP, np.int32(order), winner))
+    slot = np.uint32(cuda.shfl_sync(FULL_WARP, np.int32(slot), winner))
+    return best, order, slot
 
 
 @cuda.jit(device=True)
 def select_rows(table, budget, frontier, rows):
     """One warp takes the best candidate as the next row until `budget` are taken.
 
-    Fills the rows' arrays from row 1 on and returns how many rows there are. Row s and
-    slot s are lane ``s % 32``'s own; of another lane's it reads a label.
+    Fills the rows' arrays from row 1 on and returns how many rows there are. Slot s of
+    the frontier holds row s's children, one after the other, each the next sibling of
+    the one before.
 
-    A lone warp is slow in proportion to its instructions, so what is to follow a lane's
-    best candidate is loaded while the lanes find out whose is taken, and rows, slots
-    and ranks are unsigned: a signed index costs Numba a test for a negative one.
+    A lone warp is slow in proportion to its instructions, so rows, slots and ranks are
+    unsigned: a signed index costs Numba a test for a negative one.
     """
-    scores, ranks, before, labels, bits = frontier
+    scores, orders, ranks, before = frontier
     row_scores, row_parents, row_depths, row_ranks, row_before = rows
-    lane = np.uint32(cuda.threadIdx.x)
-    best = np.float64(-math.inf)  # of this lane's slots
-    best_slot = np.uint32(NO_SLOT)
+    lane = cuda.threadIdx.x
     if lane == 0:
         put_root(rows)
+        orders[0] = 0
         ranks[0] = 0
         before[0] = 0
-        labels[0] = 0
-        bits[0] = 0
-        best = child_score(table, np.float64(0.0), np.uint32(1), np.uint32(0))
-        scores[0] = best
-        if best > -math.inf:
-            best_slot = np.uint32(0)
-    sibling, child = look_ahead(table, best, best_slot, frontier, rows)
+        scores[0] = child_score(table, row_scores[0], np.uint32(1), np.uint32(0))
+    cuda.syncwarp()  # the first candidate is there before it is read
+    order = np.uint32(NO_ORDER)  # of the row taken last
     row = np.uint32(1)
     while row <= budget:
-        cuda.syncwarp()  # the labels of the rows before are there
-        winner = best_lane(best, best_slot, frontier, rows)
-        if winner < 0:  # in every lane alike
+        score, order, slot = best_candidate(scores, orders, row, order)
+        if slot == np.uint32(NO_SLOT):  # in every lane alike
             break
-        where, what = np.int32(0), np.int32(0)
-        if lane == winner:
-            where = np.int32(best_slot | np.uint32(before[best_slot]) << np.uint32(16))
-            what = np.int32(
-                np.uint32(row_depths[best_slot])
-                | np.uint32(ranks[best_slot]) << np.uint32(16)
-            )
-        score = cuda.shfl_sync(FULL_WARP, best, winner)
-        of_child = cuda.shfl_sync(FULL_WARP, child, winner)
-        place = np.uint32(cuda.shfl_sync(FULL_WARP, where, winner))
-        kind = np.uint32(cuda.shfl_sync(FULL_WARP, what, winner))
-        slot = np.uint32(place & np.uint32(0xFFFF))
-        rank = np.uint32(kind >> np.uint32(16))
-        mine = lane == row & np.uint32(WARP - 1)
-        if lane == winner:
-            scores[slot] = sibling
-            ranks[slot] = rank + np.uint32(1)
-            before[slot] = row
-            best, best_slot = best_of_lane(row, frontier, rows)
-        if mine:
+        rank = np.uint32(ranks[slot])
+        previous = before[slot]
+        depth = np.uint32(row_depths[slot] + np.uint32(1))
+        parent_score = row_scores[slot]
+        cuda.syncwarp()  # every lane has read the slot before it changes
+        if lane == SIBLING:
             row_scores[row] = score
             row_parents[row] = slot
-            row_depths[row] = (kind & np.uint32(0xFFFF)) + np.uint32(1)
+            row_depths[row] = depth
             row_ranks[row] = rank
-            row_before[row] = place >> np.uint32(16)
-        if mine and row < budget:  # the last row's child has no slot
-            scores[row] = of_child
+            row_before[row] = previous
+            rank = np.uint32(rank + np.uint32(1))
+            ranks[slot] = rank
+            before[slot] = row
+            scores[slot] = child_score(table, parent_score, depth, rank)
+        elif lane == CHILD and row < budget:  # the last row's child has no slot
+            orders[row] = order
             ranks[row] = 0
             before[row] = 0
-            labels[row], bits[row] = add_rank(labels[slot], bits[slot], rank)
-            better = of_child > best
-            if of_child == best and best > -math.inf:
-                better = slot_is_lower(row, best_slot, frontier, rows)
-            best = of_child if better else best
-            best_slot = row if better else best_slot
-        if lane == winner or mine:
-            sibling, child = look_ahead(table, best, best_slot, frontier, rows)
+            depth = np.uint32(depth + np.uint32(1))
+            scores[row] = child_score(table, score, depth, np.uint32(0))
         row = np.uint32(row + np.uint32(1))
+        cuda.syncwarp()  # the row and its two candidates are there
     return row
 
 
@@ -380,15 +279,25 @@ def write_visibility(words, i, row_parents):
 @cuda.jit(device=True)
 def start_request(b, n_draft_nodes, ragged, most, next_token, next_sibling, visibility):
     """Clear what is only set in places, and return the budget."""
-    warp, lane = cuda.threadIdx.x // WARP, cuda.threadIdx.x % WARP
-    i = warp
-    while i < visibility.shape[1]:
-        for word in range(lane, visibility.shape[2], WARP):
-            visibility[b, i, word] = 0
-        if lane == 0:
-            next_token[b, i] = -1
-            next_sibling[b, i] = -1
-        i += cuda.blockDim.x // WARP
+    # Words as they lie in memory, with no division but for the first.
+    n, width = np.uint32(visibility.shape[1]), np.uint32(visibility.shape[2])
+    lanes = np.uint32(cuda.blockDim.x)
+    row = np.uint32(np.uint32(cuda.threadIdx.x) // width)
+    word = np.uint32(np.uint32(cuda.threadIdx.x) - row * width)
+    rows_a_step = np.uint32(lanes // width)
+    words_a_step = np.uint32(lanes - rows_a_step * width)
+    while row < n:
+        visibility[b, row, word] = 0
+        row = np.uint32(row + rows_a_step)
+        word = np.uint32(word + words_a_step)
+        if word >= width:
+            word = np.uint32(word - width)
+            row = np.uint32(row + np.uint32(1))
+    i = np.uint32(cuda.threadIdx.x)
+    while i < n:
+        next_token[b, i] = -1
+        next_sibling[b, i] = -1
+        i = np.uint32(i + lanes)
     budget = most
     if ragged:
         budget = max(0, min(most, n_draft_nodes[b]))
@@ -453,10 +362,9 @@ def tree_build_kernel(
     row_ranks = cuda.shared.array(MAX_ROWS, np.uint16)
     row_before = cuda.shared.array(MAX_ROWS, np.uint16)  # previous sibling, or 0
     scores = cuda.shared.array(MAX_DRAFT_NODES, np.float64)
+    orders = cuda.shared.array(MAX_DRAFT_NODES, np.uint16)  # place by rank path
     ranks = cuda.shared.array(MAX_DRAFT_NODES, np.uint16)
     before = cuda.shared.array(MAX_DRAFT_NODES, np.uint16)
-    labels = cuda.shared.array(MAX_DRAFT_NODES, np.int64)  # of the row, not the slot's
-    bits = cuda.shared.array(MAX_DRAFT_NODES, np.uint16)
     live = cuda.shared.array(1, np.int32)
     b = cuda.blockIdx.x
     table = log_probs[b]
@@ -467,7 +375,7 @@ def tree_build_kernel(
     if look_through(table, wide) & HOLDS_NAN:
         budget = 0
     if cuda.threadIdx.x < WARP:
-        frontier = scores, ranks, before, labels, bits
+        frontier = scores, orders, ranks, before
         count = select_rows(table, np.uint32(budget), frontier, rows)
         if cuda.threadIdx.x == 0:
             live[0] = count
@@ -485,50 +393,47 @@ def tree_build_kernel(
 
 
 @cuda.jit(device=True)
+def last_bin():
+    """The last of the histogram's bins, of which there are two a lane."""
+    return np.int32(2 * cuda.blockDim.x - 1)
+
+
+@cuda.jit(device=True)
 def bin_of(score, scale):
     """Bin of a score of 0 or less, 0 for the best; never falls as scores fall."""
-    return np.int32(min(np.float32(-score) * scale, np.float32(BINS - 1)))
+    return np.int32(min(np.float32(-score) * scale, np.float32(last_bin())))
 
 
 @cuda.jit(device=True)
 def clear_bins(histogram):
     """Empty the histogram; ends with a block barrier."""
-    i = cuda.threadIdx.x
-    while i < BINS:
-        histogram[i] = 0
-        i += cuda.blockDim.x
+    histogram[cuda.threadIdx.x] = 0
+    histogram[cuda.threadIdx.x + cuda.blockDim.x] = 0
     cuda.syncthreads()  # the bins are empty before anything is counted
 
 
 @cuda.jit(device=True)
-def last_bin(counting, budget):
-    """The bin of the `budget`-th best counted, `BINS` if there are fewer.
+def find_bin(counting, budget):
+    """The bin of the `budget`-th best counted, the last one if there are fewer.
 
     For all threads; begins and ends with a block barrier.
     """
     histogram, of_warps, cells = counting
     cuda.syncthreads()  # everything is counted before the bins are read
-    each = np.int32(np.uint32(BINS) // np.uint32(cuda.blockDim.x))
-    first = cuda.threadIdx.x * each
-    mine = np.int32(0)
-    for i in range(first, first + each):
-        mine += histogram[i]
+    first = np.uint32(2 * cuda.threadIdx.x)
+    count = histogram[first]
+    mine = count + histogram[first + np.uint32(1)]
     before, total = scan_block(mine, of_warps)
     if before < budget <= before + mine:
-        i = first
-        before += histogram[i]
-        while before < budget:
-            i += 1
-            before += histogram[i]
-        cells[0] = i
+        cells[0] = first if budget <= before + count else first + np.uint32(1)
     cuda.syncthreads()  # the bin is found before it is read
-    return cells[0] if total >= budget else BINS
+    return cells[0] if total >= budget else last_bin()
 
 
 @cuda.jit(device=True)
 def bound_of(found, scale, bound):
     """Raise the bound to below a bin, with one more to be safe from rounding."""
-    if found >= BINS - 1:  # the last bin has no end
+    if found >= last_bin():  # which has no end
         return bound
     return max(bound, np.float64(np.float32(-(found + 2)) / scale))
 
@@ -536,9 +441,8 @@ def bound_of(found, scale, bound):
 @cuda.jit(device=True)
 def spread_over(bound):
     """The scale at which the bins end at a bound."""
-    if bound == -math.inf:
-        return np.float32((BINS - 2) / SPAN)
-    return np.float32(BINS - 2) / np.float32(-bound)
+    span = np.float32(-bound) if bound > -math.inf else np.float32(SPAN)
+    return np.float32(last_bin() - 1) / span
 
 
 @cuda.jit(device=True)
@@ -588,12 +492,31 @@ def place_of(j, offsets):
 
 
 @cuda.jit(device=True)
+def add_rank(label, bits, rank):
+    """A path's label, and its length in bits, when a rank is added to the path.
+
+    Labels are numbers of 63 bits, so that int64 order them; what is longer is cut off.
+    """
+    doublings = np.int64(31) - cuda.clz(np.int32(rank + 1))
+    length = 2 * doublings + 1
+    ones = (np.int64(1) << doublings) - 1
+    code = (ones << (doublings + 1)) | (rank + 1 - (np.int64(1) << doublings))
+    left = LABEL_BITS - bits - length
+    if left >= 0:
+        label |= code << left
+    elif left > -length:
+        label |= code >> -left
+    return label, bits + length
+
+
+@cuda.jit(device=True)
 def put_node(pool, slot, parent, depth, rank):
     """Describe a node of the pool."""
     nodes, labels, _ = pool
     label, bits = np.int64(0), np.int64(0)
     if parent >= 0:
-        label, bits = labels[parent], np.int64(nodes[BITS, parent])
+        label = labels[np.uint32(parent)]
+        bits = np.int64(nodes[BITS, np.uint32(parent)])
     labels[slot], nodes[BITS, slot] = add_rank(label, bits, rank)
     nodes[PARENT, slot] = parent
     nodes[DEPTH, slot] = depth
@@ -639,11 +562,12 @@ def take_children(table, budget, depth, level, state, counting, batch, pool):
                 if not counted:
                     cuda.atomic.add(histogram, bin_of(child, scale), 1)
                 if stored:
-                    scores[used + j] = child
-                    put_node(pool, used + j, start + i, depth, rank)
+                    slot = np.uint32(used + j)
+                    scores[slot] = child
+                    put_node(pool, slot, start + i, depth, rank)
                 j += cuda.blockDim.x
             if not counted and total > 0:
-                bound = bound_of(last_bin(counting, budget), scale, bound)
+                bound = bound_of(find_bin(counting, budget), scale, bound)
             counted = True
             cuda.syncthreads()  # the places were read; the children are in the pool
         used += total
@@ -671,11 +595,14 @@ def collect(table, budget, counting, batch, pool):
     """
     histogram, scores = counting[0], pool[2]
     bound = np.float64(-math.inf)
+    if budget <= table.shape[1]:  # there are as many nodes at depth 1
+        bound = min(np.float64(table[0, budget - 1]), np.float64(-LEAST_SPAN))
     scale = spread_over(bound)
-    clear_bins(histogram)
-    count_spines(table, scale, histogram)
-    bound = bound_of(last_bin(counting, budget), scale, bound)
-    scale = spread_over(bound)
+    if budget >= SPINES_FROM:
+        clear_bins(histogram)
+        count_spines(table, scale, histogram)
+        bound = bound_of(find_bin(counting, budget), scale, bound)
+        scale = spread_over(bound)
     clear_bins(histogram)
     first, end = -1, 0
     depth = 1
@@ -687,7 +614,8 @@ def collect(table, budget, counting, batch, pool):
         )
         first, end = end, used
         # Few bins tell the nodes apart: spread what is within the bound over all.
-        if np.float32(-bound) * scale < COARSE and scale < LARGEST_SCALE:
+        coarse = np.float32(last_bin() // COARSE)
+        if np.float32(-bound) * scale < coarse and scale < LARGEST_SCALE:
             if end <= scores.size:
                 scale = spread_over(bound)
                 count_pool(end, bound, scale, histogram, scores)
@@ -708,16 +636,12 @@ def order_nodes(end, bound, counting, pool, keys, slots):
     cuda.syncthreads()  # the histogram was read
     count_pool(end, bound, scale, histogram, scores)
     cuda.syncthreads()  # everything is counted before the bins are read
-    each = np.int32(np.uint32(BINS) // np.uint32(cuda.blockDim.x))
-    first = cuda.threadIdx.x * each
-    mine = np.int32(0)
-    for i in range(first, first + each):
-        mine += histogram[i]
-    before, total = scan_block(mine, of_warps)
-    for i in range(first, first + each):  # where bin i starts
-        count = histogram[i]
-        histogram[i] = before
-        before += count
+    first = np.uint32(2 * cuda.threadIdx.x)
+    second = np.uint32(first + np.uint32(1))
+    count = histogram[first]
+    before, total = scan_block(count + histogram[second], of_warps)
+    histogram[first] = before  # where the bins start
+    histogram[second] = before + count
     cuda.syncthreads()  # every start is there before it is counted up
     if total <= keys.size:
         slot = cuda.threadIdx.x
@@ -840,7 +764,7 @@ def tree_build_parallel_kernel(
             live[0] = min(count, budget) + 1
     elif cuda.threadIdx.x < WARP:  # very many ties, or nothing that topk gives
         halves = slots[: SORTED // 2], slots[SORTED // 2 :]
-        frontier = keys, *halves, labels[b], histogram
+        frontier = keys, *halves, histogram
         count = select_rows(table, np.uint32(budget), frontier, rows)
         if cuda.threadIdx.x == 0:
             live[0] = count
@@ -934,7 +858,7 @@ def tree_build(
     if version not in VERSIONS:
         raise ValueError(f"version is {version!r}; expected {', '.join(VERSIONS)}")
     if version == "auto":
-        version = "simple" if most <= SIMPLE_UP_TO else "parallel"
+        version = "simple" if log_probs.shape[1] > EXACT_DEPTH else "parallel"
     if at.executor == "numpy":
         return reference.tree_build(
             log_probs,
@@ -972,8 +896,10 @@ def tree_build(
                 at.empty((batch, POOL), np.int64),
                 at.empty((batch, POOL), np.float64),
             )
+            # Warps that find nothing to do take time from the others.
+            threads = 128 if most <= 128 else 256 if most <= 512 else PARALLEL_THREADS
             at.launch(
-                *(tree_build_parallel_kernel, batch, PARALLEL_THREADS),
+                *(tree_build_parallel_kernel, batch, threads),
                 *(*given, *pool, *outputs),
             )
     return DraftTree(**{name: at.give(x) for name, x in vars(tree).items()})
