@@ -141,8 +141,9 @@ def test_no_race_in_any_order_of_the_lanes(order):
 
 
 @pytest.mark.ptx
-@pytest.mark.parametrize("cc", [(8, 0), (9, 0), (12, 0)])
-@pytest.mark.parametrize("dtype", [float32, uint16], ids=str)
+@pytest.mark.parametrize(
+    ("cc", "dtype"), [((8, 0), uint16), ((9, 0), float32), ((12, 0), uint16)], ids=str
+)
 def test_ptx_needs_no_float64_and_no_local_memory(cc, dtype):
     logits, spans = dtype[:, :, ::1], (float32[:, ::1], int32[:, ::1])
     live = int32[::1], int32

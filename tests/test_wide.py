@@ -108,8 +108,11 @@ def test_device_arrays_are_asked_for_their_address():
 
 
 @pytest.mark.ptx
-@pytest.mark.parametrize("cc", [(8, 0), (9, 0), (12, 0)])
-@pytest.mark.parametrize(("dtype", "n"), [(float32, 2), (float16, 1), (uint16, 1)])
+@pytest.mark.parametrize(
+    ("cc", "dtype", "n"),
+    [((8, 0), float32, 2), ((9, 0), float16, 1), ((12, 0), uint16, 1)],
+    ids=str,
+)
 def test_ptx_loads_16_bytes_at_a_time(cc, dtype, n):
     signature = (dtype[:, ::1], int32, float32[:, ::1])
     ptx = backend.compile_ptx(pieces_kernel, signature, compute_capability=cc)
