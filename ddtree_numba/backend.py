@@ -249,15 +249,21 @@ class Workspace:
 
     Raises
     ------
-    ValueError
-        From an allocation that differs from the first time's in shape or dtype.
+    TypeError, ValueError
+        For a stream that is no handle, and from an allocation that differs from the
+        first time's in shape or dtype.
     RuntimeError
-        If one workspace is entered within itself.
+        If a workspace is entered within itself, or by two threads at the same time.
+
+    Notes
+    -----
+    A first time that ends with an error was none: what it allocated is forgotten.
     """
 
     def __init__(self, stream: int = 0) -> None:
-        self.stream = stream
+        self.stream = whole_number(stream, "stream")
         self._arrays: list[Any] = []
+        self._kept = 0  # of them, from calls that came to their end
         self._used = 0
         self._token: Token | None = None
 
@@ -268,10 +274,14 @@ class Workspace:
         self._used = 0
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
         assert self._token is not None
         _workspace.reset(self._token)
         self._token = None
+        if error:
+            del self._arrays[self._kept :]
+        else:
+            self._kept = len(self._arrays)
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype, make: Callable) -> Any:
         """The next array, from ``make(shape, dtype)`` the first time."""
@@ -281,7 +291,8 @@ class Workspace:
         if x.shape != shape or x.dtype != dtype:
             raise ValueError(
                 f"allocation {self._used} of a workspace has shape {shape} and dtype "
-                f"{dtype}; expected the first time's, {x.shape} and {x.dtype}"
+                f"{dtype}; expected the first time's, {x.shape} and {x.dtype}: other "
+                "calls need a workspace of their own"
             )
         self._used += 1
         return x
@@ -566,9 +577,27 @@ def whole_number(x: Any, name: str, *, least: int = 0, most: int | None = None) 
 
 def _as_array(x: Any, name: str) -> np.ndarray:
     try:
-        return np.asarray(x)
+        array = np.asarray(x)
     except ValueError as error:  # rows of different length
         raise ValueError(f"{name} is no array: {error}") from error
+    if array.ndim == 0 and array.dtype == object:  # None, or an object of any kind
+        raise TypeError(f"{name} is a {type(x).__name__}; expected an array")
+    return array
+
+
+def check_writeable(x: Any, name: str) -> None:
+    """Raise unless x is an array, on any side, that can be changed in place."""
+    if is_device_array(x):
+        read_only = x.__cuda_array_interface__["data"][1]
+    elif isinstance(x, np.ndarray):
+        read_only = not x.flags.writeable
+    else:
+        raise TypeError(
+            f"{name} is a {type(x).__name__}; expected an array, which is changed in "
+            "place"
+        )
+    if read_only:
+        raise ValueError(f"{name} is read-only; expected an array to change in place")
 
 
 def _convert(x: np.ndarray, name: str, dtype: np.dtype) -> np.ndarray:

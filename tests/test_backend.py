@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -222,6 +223,14 @@ TAKEN = {
         dict(x=[-1], dtypes=(np.uint32,), convert=True),
         ValueError("q holds values outside uint32"),
     ),
+    "nothing": (
+        dict(x=None, dtypes=None),
+        TypeError("q is a NoneType; expected an array"),
+    ),
+    "rows of different length": (
+        dict(x=[[1], [1, 2]], dtypes=(I32,)),
+        ValueError("q is no array: setting an array element with a sequence. "),
+    ),
 }
 
 
@@ -230,7 +239,7 @@ def test_take_says_what_was_given_and_what_is_expected(what):
     arguments, error = TAKEN[what]
     with pytest.raises(type(error)) as caught:
         HOST.take(name="q", **arguments)
-    assert str(caught.value) == str(error)
+    assert str(caught.value).startswith(str(error))
 
 
 def test_take_converts_small_index_lists_where_that_loses_nothing():
@@ -306,7 +315,7 @@ def test_calls_that_differ_from_the_first_time_are_an_error():
         HOST.empty((4,), F32)
     assert str(caught.value) == (
         "allocation 1 of a workspace has shape (4,) and dtype float32; expected the "
-        "first time's, (3,) and float32"
+        "first time's, (3,) and float32: other calls need a workspace of their own"
     )
     with pytest.raises(ValueError, match="allocation 0 .* dtype int32; .* float32"):
         with workspace:
@@ -326,6 +335,45 @@ def test_workspaces_nest_but_not_in_themselves():
     with outer:
         assert HOST.empty((2,), F32) is x
         assert HOST.empty((2,), F32) is z
+
+
+def test_what_a_broken_first_time_allocated_is_forgotten():
+    workspace = Workspace()
+    with pytest.raises(ZeroDivisionError), workspace:
+        HOST.empty((9,), F32)
+        raise ZeroDivisionError
+    with workspace:
+        first = HOST.empty((2,), F32)
+    with pytest.raises(ZeroDivisionError), workspace:
+        raise ZeroDivisionError
+    with workspace:
+        assert HOST.empty((2,), F32) is first, "what came to its end is kept"
+
+
+def test_a_thread_has_a_workspace_of_its_own():
+    mine, found = Workspace(), []
+
+    def other():
+        found.append(HOST.empty((2,), F32))
+        with pytest.raises(RuntimeError, match="in use already"), mine:
+            pass
+        with Workspace():
+            found.append(HOST.empty((2,), F32))
+
+    with mine:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        found.append(HOST.empty((2,), F32))
+    with mine:
+        again = HOST.empty((2,), F32)
+    assert [x is again for x in found] == [False, False, True]
+
+
+@pytest.mark.parametrize("stream", [None, "7", 1.0])
+def test_a_stream_is_a_handle(stream):
+    with pytest.raises(TypeError, match=f"stream is {stream!r} .*; expected an int"):
+        Workspace(stream)
 
 
 @pytest.mark.gpu

@@ -25,7 +25,7 @@ from numba import cuda
 
 from ddtree_numba import reference
 from ddtree_numba.backend import (
-    is_device_array,
+    check_writeable,
     place,
     reinterpret,
     with_leading_axis,
@@ -111,7 +111,7 @@ def kv_compact(
         rows=rows,
         accept_len=accept_len,
     )
-    _check_writeable(kv_cache)
+    check_writeable(kv_cache, "kv_cache")
     cache = at.check(kv_cache, "kv_cache", dtypes=None)
     if cache.ndim not in (3, 4) or 0 in (cache.shape[0], cache.shape[-1]):
         raise ValueError(
@@ -145,20 +145,6 @@ def kv_compact(
     if placed is not cache:  # a host cache that went to the GPU comes back
         cache[...] = placed.copy_to_host()
     return at.give(new_prefix_lens)
-
-
-def _check_writeable(kv_cache: Any) -> None:
-    if is_device_array(kv_cache):
-        read_only = kv_cache.__cuda_array_interface__["data"][1]
-    elif isinstance(kv_cache, np.ndarray):
-        read_only = not kv_cache.flags.writeable
-    else:
-        raise TypeError(
-            f"kv_cache is a {type(kv_cache).__name__}; expected an array, which is "
-            "changed in place"
-        )
-    if read_only:
-        raise ValueError("kv_cache is read-only; expected an array to change in place")
 
 
 def _as_words(cache: Any) -> Any:
