@@ -28,21 +28,29 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
+from numbers import Real
 from typing import Any
 
 import numpy as np
 from numba import cuda
 
-from ddtree_numba.backend import Place, Workspace, place, whole_number
+from ddtree_numba.backend import (
+    Place,
+    Workspace,
+    check_writeable,
+    place,
+    whole_number,
+)
 from ddtree_numba.kernels.argmax import argmax
 from ddtree_numba.kernels.kv_compact import kv_compact
 from ddtree_numba.kernels.topk import topk
 from ddtree_numba.kernels.tree_accept import tree_accept
-from ddtree_numba.kernels.tree_build import tree_build
+from ddtree_numba.kernels.tree_build import MAX_DRAFT_NODES, tree_build
 from ddtree_numba.reference import Accepted
 from ddtree_numba.tree import DraftTree
 
 THREADS = 32
+LOGITS = (np.float32, np.float16, np.uint16)  # the last: bf16 bits
 
 
 @cuda.jit
@@ -94,6 +102,10 @@ class RoundResult:
             Accepted(*map(function, self.accepted)),
         )
 
+    def arrays(self) -> list[Any]:
+        """All of its arrays, in the order of the fields."""
+        return [*vars(self.tree).values(), self.target_tokens, *self.accepted]
+
 
 @dataclass(eq=False)
 class Round:
@@ -109,7 +121,8 @@ class Round:
         writes the KV row of tree row i to cache row ``prefix_lens[b] + i`` and calls
         `verify_attn` in every layer.
     kv_cache : array [B, S_max, D] or [layers, B, S_max, D], or a list of them
-        As `kv_compact` takes them.
+        As `kv_compact` takes them. A tree needs room: ``prefix_lens[b] + n_rows[b]`` up
+        to S_max.
     prefix_lens, root_tokens : int32 [B]
         Where the next round starts. Every round changes them in place.
     n_draft_nodes : int or int32 [B]
@@ -142,10 +155,19 @@ class Round:
     Raises
     ------
     TypeError, ValueError
-        For arrays of the wrong dtype, shape or side, or a missing `max_draft_nodes`.
+        For arrays of the wrong dtype, shape or side, or read-only ones; for counts
+        outside their range, or a missing `max_draft_nodes`; for something that is not
+        callable. From `run`, for logits of another shape, dtype or side, and (host
+        arrays) a tree that the caches have no room for.
 
     Notes
     -----
+    A round that ends with an error leaves prefix lengths and root tokens as they were:
+    mend what was wrong, and run it again.
+
+    Device arrays are not looked at. There the caller ends before the caches are full:
+    `kv_compact` stops at the last row.
+
     What is allocated by the stages and by `Place.empty` belongs to the round's
     `Workspace`. A callable that is to be captured does not wait for the device. It
     launches by `Place.launch`, or on its library's current stream (Numba: on
@@ -177,42 +199,83 @@ class Round:
     executor: str | None = None
 
     result: RoundResult | None = field(default=None, init=False)
-    _copies: list[np.ndarray] = field(default_factory=list, init=False, repr=False)
+    _copies: RoundResult | None = field(default=None, init=False, repr=False)
     _replay: Callable[[], None] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.kv_cache, list | tuple):
-            self.kv_cache = [self.kv_cache]
-        if not self.kv_cache:
-            raise ValueError("kv_cache is empty; expected an array of every layer")
-        self._at = place(
-            self.executor,
-            default="numpy",
-            kv_cache=self.kv_cache[0],
-            prefix_lens=self.prefix_lens,
-            root_tokens=self.root_tokens,
-            active=self.active,
-        )
-        if self._at.executor == "gpu" and not self._at.on_device:
-            raise ValueError(
-                "executor is 'gpu', but the round's arrays are on the host"
-            )
-        if self.max_draft_nodes is None:
-            self.max_draft_nodes = self.n_draft_nodes
-        whole_number(self.max_draft_nodes, "max_draft_nodes")
-        shape: tuple[int | None, ...] = (None,)
-        for name in ("prefix_lens", "root_tokens", "active"):
+        for name in ("target", "choose", "settle"):
             x = getattr(self, name)
-            if x is not None:
-                shape = self._check_state(x, name, shape)
+            if not callable(x) and (x is not None or name == "target"):
+                raise TypeError(f"{name} is a {type(x).__name__}; expected a callable")
+        budgets = self._check_counts()
+        if isinstance(self.kv_cache, list | tuple):
+            caches = {f"kv_cache[{i}]": x for i, x in enumerate(self.kv_cache)}
+        else:
+            caches = {"kv_cache": self.kv_cache}
+        if not caches:
+            raise ValueError("kv_cache is empty; expected an array of every layer")
+        states = {"prefix_lens": self.prefix_lens, "root_tokens": self.root_tokens}
+        inputs = {"active": self.active, "n_draft_nodes": budgets}
+        at = self._at = self._place(**caches, **states, **inputs)
         self._workspace = Workspace(self.stream)
 
-    def _check_state(self, x: Any, name: str, shape: tuple) -> tuple[int, ...]:
-        """Raise unless x is an array that rounds can read anew, or change."""
-        checked = self._at.check(x, name, dtypes=(np.int32,), shape=shape)
-        if checked is not x and not self._at.on_device:
-            raise TypeError(f"{name} is a {type(x).__name__}; expected an array")
-        return checked.shape
+        i32 = (np.int32,)
+        (batch,) = at.check(self.prefix_lens, "prefix_lens", dtypes=i32, ndim=1).shape
+        if batch == 0:
+            raise ValueError("prefix_lens is empty; expected a request or more")
+        for name, x in (states | inputs).items():
+            if x is not None or name in states:
+                at.check(x, name, dtypes=i32, shape=(batch,))
+        for name, x in (states | caches).items():
+            check_writeable(x, name)
+        self._room = min(self._rows(name, x, batch) for name, x in caches.items())
+        self.kv_cache = list(caches.values())
+
+    def _place(self, **arrays: Any) -> Place:
+        """Where the rounds run: where the arrays lie."""
+        at = place(self.executor, default="numpy", **arrays)
+        if at.executor == "gpu" and not at.on_device:
+            raise ValueError(
+                "executor is 'gpu', but the round's arrays are on the host; expected "
+                "GPU arrays"
+            )
+        if self.stream and at.library in ("torch", "cupy"):
+            raise ValueError(
+                f"stream is {self.stream}, but the arrays are {at.library}'s; expected "
+                "0, and the stream to be the library's current one"
+            )
+        return at
+
+    def _check_counts(self) -> Any:
+        """Check the counts, set those omitted, and return budgets if an array."""
+        budgets = self.n_draft_nodes
+        if budgets is None or isinstance(budgets, Real | str):
+            most = whole_number(budgets, "n_draft_nodes", most=MAX_DRAFT_NODES)
+            budgets = None
+        elif self.max_draft_nodes is None:
+            raise ValueError(
+                "max_draft_nodes is None, but n_draft_nodes is an array; expected an "
+                "int"
+            )
+        else:
+            most = 0
+        if self.max_draft_nodes is None:
+            self.max_draft_nodes = most
+        whole_number(
+            self.max_draft_nodes, "max_draft_nodes", least=most, most=MAX_DRAFT_NODES
+        )
+        self.k = self.max_draft_nodes if self.k is None else whole_number(self.k, "k")
+        return budgets
+
+    def _rows(self, name: str, cache: Any, batch: int) -> int:
+        """Rows that a cache has for each request of the batch."""
+        shape = self._at.check(cache, name, dtypes=None).shape
+        if len(shape) not in (3, 4) or shape[-3] != batch:
+            raise ValueError(
+                f"{name} has shape {shape}; expected ({batch}, S_max, D) or (layers, "
+                f"{batch}, S_max, D), as prefix_lens says"
+            )
+        return shape[-2]
 
     # ---------------------------------------------------------------- running
 
@@ -262,54 +325,74 @@ class Round:
         RuntimeError
             Before the first round, or for device arrays without `read_back`.
         """
-        if self.result is None or (self._at.on_device and not self._copies):
+        found = self._copies if self._at.on_device else self.result
+        if found is None:
             raise RuntimeError("read before a round with read_back; expected one")
-        if not self._at.on_device:
-            return self.result.map(np.copy)
-        with self._workspace:
-            stream = self._at.stream
-        stream.synchronize() if stream else cuda.synchronize()
-        copies = iter(self._copies)
-        return self.result.map(lambda _: next(copies).copy())
+        if self._at.on_device:
+            with self._workspace:
+                stream = self._at.stream
+            stream.synchronize() if stream else cuda.synchronize()
+        return found.map(np.copy)
 
     # ----------------------------------------------------------------- stages
 
     def _stages(self) -> RoundResult:
-        prefix_lens, most = self.prefix_lens, self.max_draft_nodes
-        assert most is not None
-        at = self._at.executor
+        prefix_lens, executor = self.prefix_lens, self._at.executor
         logits = self.draft
         if callable(logits):
             logits = logits(prefix_lens, self.root_tokens)
-        k = most if self.k is None else self.k
-        log_probs, token_ids = topk(logits, k, executor=at)
+        self._check_logits(logits, "draft", None)
+        assert self.k is not None
+        log_probs, token_ids = topk(logits, self.k, executor=executor)
         tree = tree_build(
             log_probs,
             token_ids,
             self.n_draft_nodes,
             root_tokens=self.root_tokens,
-            max_draft_nodes=most,
-            executor=at,
+            max_draft_nodes=self.max_draft_nodes,
+            executor=executor,
         )
+        self._check_room(tree)
         logits = self.target(tree, prefix_lens)
         if self.choose is None:
-            target_tokens = argmax(logits, tree.n_rows, executor=at)
+            self._check_logits(logits, "target", tree.token_ids.shape[1])
+            target_tokens = argmax(logits, tree.n_rows, executor=executor)
         else:
             target_tokens = self.choose(logits, tree, prefix_lens)
-        max_depth = log_probs.shape[1]
-        accepted = tree_accept(tree, target_tokens, max_depth=max_depth, executor=at)
+        depth = log_probs.shape[1]
+        accepted = tree_accept(tree, target_tokens, max_depth=depth, executor=executor)
         kept = self._kept(accepted.accept_len)
         if self.settle is not None:
             self.settle(accepted.rows, kept, prefix_lens)
         for cache in self.kv_cache:
             new_prefix_lens = kv_compact(
-                cache, prefix_lens, accepted.rows, kept, executor=at
+                cache, prefix_lens, accepted.rows, kept, executor=executor
             )
         self._advance(new_prefix_lens, accepted.bonus)
         result = RoundResult(tree, target_tokens, accepted)
         if self.read_back and self._at.on_device:
             self._copy_to_host(result)
         return result
+
+    def _check_logits(self, logits: Any, whose: str, rows: int | None) -> None:
+        """Raise, naming whose they are, unless the stages take these logits."""
+        name, batch = f"{whose}'s logits", self.prefix_lens.shape[0]
+        place(self.executor, **{name: logits, "prefix_lens": self.prefix_lens})
+        self._at.check(logits, name, dtypes=LOGITS, shape=(batch, rows, None))
+
+    def _check_room(self, tree: DraftTree) -> None:
+        """Raise if a tree's rows would not lie in the caches."""
+        if self._at.on_device:
+            return
+        left = self._room - self.prefix_lens
+        bad = (self.prefix_lens < 0) | (left < tree.n_rows)
+        if bad.any():
+            b = int(np.argmax(bad))
+            raise ValueError(
+                f"prefix_lens, request {b} is {self.prefix_lens[b]} and its tree has "
+                f"{tree.n_rows[b]} rows; expected 0 or more, and together up to "
+                f"{self._room}, the cache's rows"
+            )
 
     def _kept(self, accept_len: Any) -> Any:
         """Accepted rows that stay: none of a finished request."""
@@ -344,11 +427,10 @@ class Round:
 
     def _copy_to_host(self, result: RoundResult) -> None:
         """Queue a copy of every array to page-locked memory."""
-        arrays: list[Any] = []
-        result.map(lambda x: arrays.append(cuda.as_cuda_array(x, sync=False)))
-        if not self._copies:
-            self._copies = [cuda.pinned_array(x.shape, x.dtype) for x in arrays]
-        for x, copy in zip(arrays, self._copies, strict=True):
+        placed = result.map(lambda x: cuda.as_cuda_array(x, sync=False))
+        if self._copies is None:
+            self._copies = placed.map(lambda x: cuda.pinned_array(x.shape, x.dtype))
+        for x, copy in zip(placed.arrays(), self._copies.arrays(), strict=True):
             x.copy_to_host(copy, stream=self._at.stream)
 
 

@@ -38,14 +38,8 @@ def to_numpy(x):
 
 def everything(a_round):
     """Host copies of a round's result and of what it left for the next."""
-    result = a_round.result.map(to_numpy)
     states = a_round.prefix_lens, a_round.root_tokens, *a_round.kv_cache
-    return [
-        *vars(result.tree).values(),
-        result.target_tokens,
-        *result.accepted,
-        *map(to_numpy, states),
-    ]
+    return [to_numpy(x) for x in (*a_round.result.arrays(), *states)]
 
 
 def assert_same(found, expected):
@@ -168,8 +162,7 @@ def test_replayed_rounds_are_plain_rounds(to_device, batch):
         plain.run(), captured.replay()
         read = captured.read()
         assert_same(everything(captured), everything(plain))
-        of_the_copy = [*vars(read.tree).values(), read.target_tokens, *read.accepted]
-        assert_same(of_the_copy, everything(plain)[: len(of_the_copy)])
+        assert_same(read.arrays(), map(to_numpy, plain.result.arrays()))
         shapes.add(read.tree.parents.tobytes())
         starts.add(to_numpy(captured.prefix_lens)[0])
     assert len(shapes) > rounds / 2 and len(starts) == rounds
@@ -267,38 +260,145 @@ def test_a_model_that_waits_for_the_device_cannot_be_captured():
 # ------------------------------------------------------------------------- bad input
 
 
+def zeros_after(tree, prefix_lens):
+    """Logits of a target that always likes token 0 best."""
+    return np.zeros((*tree.token_ids.shape, 5), np.float32)
+
+
 def cpu_round(**change):
     arguments = {
         "draft": np.zeros((2, 2, 5), np.float32),
-        "target": None,
+        "target": zeros_after,
         "kv_cache": np.zeros((2, 9, 1)),
-        "prefix_lens": PREFIX[:2],
-        "root_tokens": ROOTS[:2],
+        "prefix_lens": np.array([4, 0], np.int32),
+        "root_tokens": ROOTS[:2].copy(),
         "n_draft_nodes": 2,
     }
     return Round(**(arguments | change))
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"prefix_lens": PREFIX.astype(float)}, TypeError, "prefix_lens has dtype"),
-        ({"root_tokens": ROOTS}, ValueError, r"root_tokens has shape \(3,\); .*\(2\)"),
-        ({"active": [1, 1]}, TypeError, "active has dtype int64; expected int32"),
-        ({"n_draft_nodes": ROOTS[:2]}, TypeError, "max_draft_nodes is array"),
-        ({"kv_cache": []}, ValueError, "kv_cache is empty"),
-        ({"executor": "tpu"}, ValueError, "executor='tpu' is not one of"),
-    ],
-    ids=str,
-)
+def read_only(x):
+    x.flags.writeable = False
+    return x
+
+
+CACHE = np.zeros((2, 9, 1))
+BAD_ROUNDS = [
+    ({"prefix_lens": PREFIX.astype(float)}, TypeError, "prefix_lens has dtype"),
+    ({"prefix_lens": None}, TypeError, "prefix_lens is a NoneType; expected an array"),
+    ({"prefix_lens": [np.int32(1)] * 2}, TypeError, "prefix_lens is a list; expected"),
+    ({"prefix_lens": np.zeros(0, np.int32)}, ValueError, "prefix_lens is empty"),
+    ({"root_tokens": ROOTS}, ValueError, r"root_tokens has shape \(3,\); .*\(2\)"),
+    ({"root_tokens": None}, TypeError, "root_tokens is a NoneType; expected an array"),
+    ({"root_tokens": read_only(ROOTS[:2].copy())}, ValueError, "root_tokens is read-"),
+    ({"active": [1, 1]}, TypeError, "active has dtype int64; expected int32"),
+    ({"active": ROOTS}, ValueError, r"active has shape \(3,\); expected \(2\)"),
+    ({"n_draft_nodes": -1}, ValueError, "n_draft_nodes is -1; expected 0 … 1024"),
+    ({"n_draft_nodes": 1025}, ValueError, "n_draft_nodes is 1025; expected 0 … 1024"),
+    ({"n_draft_nodes": None}, TypeError, "n_draft_nodes is None .*expected an int"),
+    ({"n_draft_nodes": ROOTS[:2]}, ValueError, "max_draft_nodes is None, but n_draft"),
+    (
+        {"n_draft_nodes": ROOTS, "max_draft_nodes": 9},
+        ValueError,
+        r"n_draft_nodes has shape \(3,\); expected \(2\)",
+    ),
+    ({"max_draft_nodes": 1}, ValueError, "max_draft_nodes is 1; expected 2 … 1024"),
+    ({"max_draft_nodes": 1025}, ValueError, "max_draft_nodes is 1025; expected 2 … 10"),
+    ({"k": -1}, ValueError, "k is -1; expected 0 or more"),
+    ({"kv_cache": []}, ValueError, "kv_cache is empty"),
+    ({"kv_cache": None}, TypeError, "kv_cache is a NoneType; expected an array"),
+    ({"kv_cache": [CACHE, CACHE[:1]]}, ValueError, r"kv_cache\[1\] .* \(2, S_max, D\)"),
+    ({"kv_cache": CACHE[0]}, ValueError, r"kv_cache has shape \(9, 1\); expected"),
+    ({"kv_cache": read_only(CACHE.copy())}, ValueError, "kv_cache is read-only"),
+    ({"target": None}, TypeError, "target is a NoneType; expected a callable"),
+    ({"choose": 3}, TypeError, "choose is a int; expected a callable"),
+    ({"settle": 3}, TypeError, "settle is a int; expected a callable"),
+    ({"stream": None}, TypeError, "stream is None .*expected an int"),
+    ({"executor": "tpu"}, ValueError, "executor='tpu' is not one of"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD_ROUNDS)
 def test_bad_input_is_named(change, error, message):
     with pytest.raises(error, match=message):
         cpu_round(**change)
 
 
-def test_a_list_is_no_state_that_a_round_could_change():
-    with pytest.raises(TypeError, match="prefix_lens is a list; expected an array"):
-        cpu_round(prefix_lens=[np.int32(1), np.int32(2)])
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"draft": CACHE[:1].astype("f4")}, ValueError, "draft's logits has shape"),
+        ({"draft": lambda *_: None}, TypeError, "draft's logits is a NoneType"),
+        ({"target": lambda *_: None}, TypeError, "target's logits is a NoneType"),
+        ({"target": lambda *_: CACHE[:, :3]}, TypeError, "target's logits has dtype f"),
+        (
+            {"target": lambda *_: np.zeros((2, 2, 5), np.float32)},
+            ValueError,
+            r"target's logits has shape \(2, 2, 5\); expected \(2, 3, \*\)",
+        ),
+        ({"choose": lambda *_: ROOTS[:, None]}, ValueError, "target_tokens has shape"),
+        (
+            {"prefix_lens": np.array([0, 7], np.int32)},
+            ValueError,
+            "prefix_lens, request 1 is 7 and its tree has 3 rows; .* up to 9",
+        ),
+        (
+            {"prefix_lens": np.array([0, 2**31 - 1], np.int32)},
+            ValueError,
+            "prefix_lens, request 1 is 2147483647",
+        ),
+        (
+            {"prefix_lens": np.array([-1, 0], np.int32)},
+            ValueError,
+            "prefix_lens, request 0 is -1",
+        ),
+    ],
+)
+@pytest.mark.parametrize("executor", ["numpy", "emulator"])
+def test_what_a_round_meets_on_its_way_is_named(executor, change, error, message):
+    mine = cpu_round(executor=executor, **change)
+    with pytest.raises(error, match=message):
+        mine.run()
+
+
+@pytest.mark.parametrize("after_a_good_round", [False, True])
+def test_a_round_that_failed_can_be_run_again(after_a_good_round):
+    mine, whole = (cpu_round(executor="emulator") for _ in range(2))
+
+    def breaks(tree, prefix_lens):
+        if not after_a_good_round:  # later, other arrays would be an error
+            place("emulator").empty((7, 7), np.float32)
+        raise ZeroDivisionError
+
+    rounds = 1 + after_a_good_round
+    for k in range(rounds):
+        whole.run()
+        if k == rounds - 1:
+            before = mine.prefix_lens.tolist(), mine.root_tokens.tolist()
+            mine.target = breaks
+            with pytest.raises(ZeroDivisionError):
+                mine.run()
+            assert (mine.prefix_lens.tolist(), mine.root_tokens.tolist()) == before
+            mine.target = zeros_after
+        mine.run()
+    assert_same(everything(mine), everything(whole))
+
+
+def test_a_stream_is_for_numba_arrays(monkeypatch):
+    class Tensor:
+        __cuda_array_interface__ = {}
+
+    Tensor.__module__ = "torch"
+    monkeypatch.setattr(backend, "gpu_problem", lambda: None)
+    states = dict.fromkeys(("kv_cache", "prefix_lens", "root_tokens"), Tensor())
+    with pytest.raises(ValueError, match="stream is 7, but the arrays are torch's"):
+        cpu_round(stream=7, **states)
+
+
+def test_rounds_of_host_arrays_do_not_run_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(backend, "gpu_problem", lambda: None)
+    with pytest.raises(ValueError, match="arrays are on the host; expected GPU arrays"):
+        cpu_round(executor="gpu")
 
 
 def test_what_needs_a_round_or_a_gpu_says_so():
