@@ -33,8 +33,8 @@ from ddtree_numba.emulator import (
 )
 from ddtree_numba.emulator.bulk import Box, TensorMap
 from ddtree_numba.emulator.hopper import tensor_map
+from ddtree_numba.kernels import verify_attn as general
 from ddtree_numba.kernels import verify_attn_wgmma as attention
-from ddtree_numba.kernels.verify_attn import verify_attn
 from ddtree_numba.tree import DraftTree
 
 ORDERS = ("forward", "reverse", "shuffled")
@@ -402,19 +402,20 @@ def test_named_barriers_order_two_halves_of_a_block(order):
 
 
 @cuda.jit
-def meeting_kernel(parts, count, n, out):
+def meeting_kernel(parts, count, n, fenced, out):
     # parts [blocks] i32, count [1] i32, out [blocks] i32
     block, i = cuda.blockIdx.x, cuda.threadIdx.x
     box = cuda.shared.array(1, int32)
     if i == 0:
-        parts[block] = 10 + block
+        parts[block] = 10 + block  # <- 1
         box[0] = block
-        cuda.threadfence()
+        if fenced:
+            cuda.threadfence()
         cuda.atomic.add(count, 0, 1)
         wait_for_at_least(count, 0, n)
     cuda.syncthreads()  # all blocks have posted their parts
     if i < cuda.gridDim.x:
-        cuda.atomic.add(out, box[0], parts[i])
+        cuda.atomic.add(out, box[0], parts[i])  # <- 2
 
 
 @every_order
@@ -422,19 +423,28 @@ def meeting_kernel(parts, count, n, out):
 def test_blocks_wait_for_one_another(order, trace):
     parts, count = np.zeros(5, np.int32), np.zeros(1, np.int32)
     out = np.zeros(5, np.int32)
-    arguments = parts, count, 5, out
+    arguments = parts, count, 5, True, out
     report = emulate(meeting_kernel, 5, 32, *arguments, order=order, trace=trace)
     assert out.tolist() == [10 + 11 + 12 + 13 + 14] * 5
     if trace:
-        # What orders blocks is not seen, so these are races here.
-        assert {race.array for race in report.races} == {"parts"}
+        assert report.races == []
         assert len(report.accesses.query("array == 'box' and kind == 'read'")) == 25
+
+
+@pytest.mark.parametrize(("n", "fenced"), [(0, True), (5, False)])
+def test_blocks_race_without_the_wait_and_without_the_fence(n, fenced):
+    parts, count = np.zeros(5, np.int32), np.zeros(1, np.int32)
+    arguments = parts, count, n, fenced, parts.copy()
+    (race,) = emulate(meeting_kernel, 5, 32, *arguments, trace=True).races
+    assert race.between_blocks and race.array == "parts"
+    marks = [marked_line(meeting_kernel, f"# <- {side}") for side in (1, 2)]
+    assert list(race.linenos) == marks
 
 
 def test_blocks_that_wait_for_more_than_there_are():
     parts, count = np.zeros(5, np.int32), np.zeros(1, np.int32)
     with pytest.raises(DeadlockError, match="no other block raises") as caught:
-        emulate(meeting_kernel, 3, 32, parts, count, 4, parts.copy())
+        emulate(meeting_kernel, 3, 32, parts, count, 4, True, parts.copy())
     assert "count[0] is 3, for 4" in str(caught.value)
     # The first to be stuck; its other lanes wait at the barrier.
     assert "block (0, 0, 0)" in str(caught.value)
@@ -1226,7 +1236,7 @@ def verify(prefix_lens, executor="emulator", **options):
         cache[b, prefix_len + 5 :] = 0x7FC0  # NaN, behind the tail
     inputs = q, cache, np.array(prefix_lens, np.int32), tree.visibility
     form = {"sm_scale": 192**-0.5, "d_latent": 512}
-    return verify_attn(*inputs, **form, executor=executor, **options)
+    return general.verify_attn(*inputs, **form, executor=executor, **options)
 
 
 def close_to_reference(prefix_lens, found):
@@ -1243,8 +1253,16 @@ def test_verify_attention_runs_as_it_is_and_without_a_race():
     close_to_reference([130], found)
 
 
-def test_verify_attention_in_parts_that_a_second_kernel_merges():
-    close_to_reference([100], verify([100], version="wgmma", n_splits=2))
+def test_verify_attention_in_parts_whose_blocks_wait_for_one_another(monkeypatch):
+    monkeypatch.setattr(general, "_multiprocessors", lambda at: 2)
+    with traced() as reports:
+        found = verify([100], version="wgmma", n_splits=2)
+    assert reports[0].grid == (2, 1, 1)
+    close_to_reference([100], found)
+    # The last block clears the counters; that others are done with them follows from
+    # their values alone.
+    races = {race.array for report in reports for race in report.races}
+    assert races <= {"counters"}
 
 
 @pytest.mark.parametrize("order", ["reverse", "shuffled"])

@@ -175,13 +175,15 @@ class Cuda:
 
     stcg = stcs = stwt = stwb
 
-    # -- memory order and time: nothing to do, lanes run one at a time -----------------
+    # -- memory order and time: a trace wants to know, nothing else does ---------------
 
-    def threadfence(self) -> None: ...
+    def threadfence(self) -> None:
+        self._hub.fence()
 
     def threadfence_block(self) -> None: ...
 
-    def threadfence_system(self) -> None: ...
+    def threadfence_system(self) -> None:
+        self._hub.fence()
 
     def nanosleep(self, ns: int) -> None:
         self._hub.rendezvous("spin", "nanosleep")

@@ -374,7 +374,16 @@ class Cells:
             old._as_number()
         where = self._resolve(index)
         self._put(where, new(old))
+        recorder = self.array.recorder
+        if recorder is not None and self.array.space == "global":
+            recorder.post(self.address_of(index))
         return old
+
+    def address_of(self, index: Any) -> int:
+        """The address of an element."""
+        where = self._resolve(index)
+        assert isinstance(where, tuple)
+        return self.array.address + self._offset(where) * self.itemsize
 
     # -- not as a number --------------------------------------------------------------
 

@@ -311,5 +311,8 @@ def set_max_registers(lane: Executing, count: int) -> None:
 
 def wait_for_at_least(lane: Executing, array: Any, index: Any, value: int) -> None:
     """Load (``ld.acquire``) until a counter is `value` or more; other blocks run."""
-    lane.hub.wait_until("ld.acquire", Threshold(array, index, value), lane.frame)
+    hub = lane.hub
+    hub.wait_until("ld.acquire", Threshold(array, index, value), lane.frame)
     array.load(index, lane.frame, ATOMIC)
+    if hub.recorder is not None:
+        hub.recorder.acquire(hub.lane, hub.now.phase, array.address_of(index))

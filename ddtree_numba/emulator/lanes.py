@@ -263,6 +263,11 @@ class Hub:
         if self.recorder is not None and lane is self.lane:
             self.recorder.mark(lane, self.now.phase)
 
+    def fence(self) -> None:
+        """What the block did so far may be told to other blocks from here on."""
+        if self.recorder is not None:
+            self.recorder.fence(self.lane, self.now.phase)
+
     # -- running ----------------------------------------------------------------------
 
     def run(self, body: Callable[[], None]) -> None:

@@ -6,6 +6,9 @@ them, no chain of `syncwarp`, named barriers and mbarriers leads from one to the
 (`clocks.py`), or they come from different blocks. What copies in bulk write and `wgmma`
 reads are accesses of units that count as lanes of their own, behind the last.
 
+Blocks are ordered as a whole: what a block did before a `threadfence` comes before what
+another does after it has waited for a counter that the first raised after its fence.
+
 What is held at once is bounded. When more than `HOLD` accesses have come together, or a
 block has ended, they are looked at and let go. Of the phase that has not ended, and of
 global memory for the whole run, two accesses an element and kind are kept, by two lanes
@@ -21,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -113,6 +116,27 @@ class Race:
         return "\n".join(lines)
 
 
+class _Stage(NamedTuple):
+    """What a block does between two points where it meets others.
+
+    `known`: of other blocks by number, the last stage that comes before this one.
+    """
+
+    block: int
+    own: int
+    known: dict[int, int]
+
+
+class _Run(Clock):
+    """A stretch between two waits of a lane, with its time; `stage` by number."""
+
+    __slots__ = ("stage",)
+
+    def __init__(self, clock: Clock, stage: int) -> None:
+        super().__init__(clock.index, clock.known, clock.own)
+        self.stage = stage
+
+
 class _OfBlock:
     """The trace of a block that has not ended.
 
@@ -122,8 +146,9 @@ class _OfBlock:
         Of the block.
     marks : list
         Where in the log a lane began to run: (position, lane, phase, run).
-    clocks : list of Clock
-        Of every run.
+    runs : list of _Run
+    stage : int
+        The number of its present stage.
     counts : dict
         ``{(space, kind): accesses of every lane}``
     held : list of Table
@@ -131,10 +156,11 @@ class _OfBlock:
         Of the phase that is not over.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, stage: int) -> None:
         self.number = number
+        self.stage = stage
         self.marks: list[tuple[int, int, int, int]] = []
-        self.clocks: list[Clock] = []
+        self.runs: list[_Run] = []
         self.counts: dict[tuple[str, str], np.ndarray] = {}
         self.held: list[Table] = []
         self.carried = _joined([])
@@ -181,7 +207,9 @@ class Recorder:
         self._array_numbers: dict[tuple[Any, ...], int] = {}
         self._code_numbers: dict[int, int] = {}
         self._now: _OfBlock
-        self._global: list[Table] = []
+        self._global: list[Table] = []  # with stages as runs
+        self._stages: list[_Stage] = []
+        self._posted: dict[int, dict[int, int]] = {}  # what atomics tell, by address
         self._merge_at = PACK_AT
         self._races: dict[tuple[Any, ...], Race] = {}
 
@@ -210,8 +238,10 @@ class Recorder:
 
     def begin_block(self, block: tuple[int, int, int]) -> _OfBlock:
         """The trace of a new block, for `enter_block`."""
+        number = len(self.blocks)
         self.blocks.append(block)
-        return _OfBlock(len(self.blocks) - 1)
+        self._stages.append(_Stage(number, 1, {}))
+        return _OfBlock(number, len(self._stages) - 1)
 
     def enter_block(self, block: _OfBlock) -> None:
         """What follows is of that block."""
@@ -222,8 +252,31 @@ class Recorder:
         now = self._now
         if len(now.marks) >= PACK_AT:
             self._pack()
-        now.marks.append((len(self.log), clock.index, phase, len(now.clocks)))
-        now.clocks.append(Clock(clock.index, clock.known, clock.own))
+        now.marks.append((len(self.log), clock.index, phase, len(now.runs)))
+        now.runs.append(_Run(clock, now.stage))
+
+    def fence(self, clock: Clock, phase: int) -> None:
+        """The block may tell others from here on what it did so far."""
+        self._next_stage(clock, phase, {})
+
+    def post(self, address: int) -> None:
+        """The block raises a counter: it tells what it did before its last fence."""
+        stage = self._stages[self._now.stage]
+        if stage.own > 1:
+            told = self._posted.setdefault(address, {})
+            _add(told, {**stage.known, stage.block: stage.own - 1})
+
+    def acquire(self, clock: Clock, phase: int, address: int) -> None:
+        """The block has waited for a counter: it knows what that was told."""
+        self._next_stage(clock, phase, self._posted.get(address, {}))
+
+    def _next_stage(self, clock: Clock, phase: int, told: dict[int, int]) -> None:
+        before = self._stages[self._now.stage]
+        known = dict(before.known)
+        _add(known, told)
+        self._now.stage = len(self._stages)
+        self._stages.append(_Stage(before.block, before.own + 1, known))
+        self.mark(clock, phase)
 
     def meet(self, where: Meeting, n_lanes: int, n_there: int) -> None:
         """`n_lanes` of a warp's `n_there` lanes met at a collective."""
@@ -249,7 +302,9 @@ class Recorder:
 
     def finish(self) -> list[Race]:
         """The races of the whole run, those between blocks last."""
-        self._find(_joined(self._global), (), "block", lambda a, b: False)
+        table = _joined(self._global)
+        by_stage = np.argsort(table["run"], kind="stable")  # as they began
+        self._find(_rows(table, by_stage), (), "block", self._blocks_ordered)
         self._global.clear()
         return list(self._races.values())
 
@@ -268,7 +323,7 @@ class Recorder:
         if now.marks:
             _, lane, phase, run = now.marks[-1]  # whoever runs goes on running
             now.marks = [(0, lane, phase, run)]
-            if sum(len(t["lane"]) for t in now.held) + len(now.clocks) > HOLD:
+            if sum(len(t["lane"]) for t in now.held) + len(now.runs) > HOLD:
                 self._look(phase)
 
     def _columns(self) -> Table:
@@ -356,6 +411,8 @@ class Recorder:
 
     def _keep_global(self, table: Table) -> None:
         """Keep enough of global memory to see races between blocks."""
+        stages = np.array([run.stage for run in self._now.runs], np.int32)
+        table["run"] = stages[table["run"]]
         self._global.append(_representatives(table, "block"))
         if sum(len(t["lane"]) for t in self._global) > self._merge_at:
             merged = _representatives(_joined(self._global), "block")
@@ -368,12 +425,12 @@ class Recorder:
         needed = np.unique(np.concatenate([t["run"] for t in tables]))
         for table in tables:
             table["run"] = np.searchsorted(needed, table["run"]).astype(np.int32)
-        clocks = [self._now.clocks[n] for n in needed]
+        runs = [self._now.runs[n] for n in needed]
         if self._now.marks:
             position, lane, phase, run = self._now.marks[-1]
-            self._now.marks = [(position, lane, phase, len(clocks))]
-            clocks.append(self._now.clocks[run])
-        self._now.clocks = clocks
+            self._now.marks = [(position, lane, phase, len(runs))]
+            runs.append(self._now.runs[run])
+        self._now.runs = runs
 
     def _of_array(self, table: Table, attribute: str) -> np.ndarray:
         """An attribute of every row's array."""
@@ -384,8 +441,13 @@ class Recorder:
 
     def _ordered(self, before: int, after: int) -> bool:
         """Whether something orders two runs of the block (`before` ran first)."""
-        first, second = self._now.clocks[before], self._now.clocks[after]
+        first, second = self._now.runs[before], self._now.runs[after]
         return bool(second.known[first.index] >= first.own)
+
+    def _blocks_ordered(self, one: int, other: int) -> bool:
+        """Whether a counter orders two stages of different blocks."""
+        a, b = self._stages[one], self._stages[other]
+        return b.known.get(a.block, 0) >= a.own or a.known.get(b.block, 0) >= b.own
 
     def _find(
         self,
@@ -493,6 +555,11 @@ class Recorder:
         code = self.codes[table["code"][row]]
         line = line_of(code, table["lasti"][row].item())
         return code.co_filename, line, table["kind"][row].item()
+
+
+def _add(known: dict[int, int], more: dict[int, int]) -> None:
+    for block, stage in more.items():
+        known[block] = max(known.get(block, 0), stage)
 
 
 def _unordered_pairs(
