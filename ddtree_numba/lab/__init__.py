@@ -17,8 +17,9 @@ from typing import Any
 from ddtree_numba import backend
 from ddtree_numba.lab.exercise import find
 from ddtree_numba.lab.grading import PASSED, UNWRITTEN, Result, grade
+from ddtree_numba.lab.recorded import measurements
 
-__all__ = ["Result", "check", "grade", "hint", "reveal", "start"]
+__all__ = ["Result", "check", "grade", "hint", "measurements", "reveal", "start"]
 
 _MARKS = {PASSED: "✓", UNWRITTEN: "·"}
 _hints: dict[str, Any] = {}

@@ -16,7 +16,9 @@ from ddtree_numba.viz.memory import memory_figure
 from ddtree_numba.viz.online import online_figure
 from ddtree_numba.viz.payoff import accepted_figure, speedup_figure
 from ddtree_numba.viz.reads import element_reads, reads_figure, times_figure
+from ddtree_numba.viz.roofline import ladder_figure, roofline_figure
 from ddtree_numba.viz.show import show
+from ddtree_numba.viz.splits import splits_figure
 from ddtree_numba.viz.sums import sums_figure
 from ddtree_numba.viz.sweep import sweep_figure
 from ddtree_numba.viz.timeline import gain_figure, stages_figure, timeline_figure
@@ -24,14 +26,15 @@ from ddtree_numba.viz.trees import tree_figure
 from ddtree_numba.viz.walk import accept_figure, compact_figure
 
 __all__ = [
-    "accepted_figure",
     "accept_figure",
+    "accepted_figure",
     "access_figure",
     "compact_figure",
     "element_reads",
     "gain_figure",
     "heap_animation",
     "heap_figure",
+    "ladder_figure",
     "lanes_figure",
     "ledger_figure",
     "link_figure",
@@ -40,12 +43,14 @@ __all__ = [
     "mla_ledger",
     "online_figure",
     "reads_figure",
+    "roofline_figure",
     "round_figure",
     "show",
     "show_film",
+    "speedup_figure",
+    "splits_figure",
     "stages_figure",
     "sums_figure",
-    "speedup_figure",
     "sweep_figure",
     "timeline_figure",
     "times_figure",

@@ -1,0 +1,60 @@
+"""Times for the notebooks: measured where there is a GPU, recorded ones elsewhere."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddtree_numba import bench
+from ddtree_numba._data import data_path
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+RECORDED = "bench/bench.csv"
+
+
+def recorded() -> pd.DataFrame:
+    """The recorded run, as `ddtree bench` wrote it."""
+    return bench.load(data_path(RECORDED))
+
+
+def measurements(where: str) -> pd.DataFrame:
+    """Rows of a benchmark, and a printed line that says whose.
+
+    Parameters
+    ----------
+    where : str
+        What `lab.start` returned: on "gpu" the quick set of shapes is measured here
+        (about a minute), else the recorded run is read.
+
+    Returns
+    -------
+    pandas.DataFrame
+        `ddtree_numba.bench.rows.Row` explains the columns.
+    """
+    if where == "gpu":
+        with tempfile.TemporaryDirectory() as folder:
+            frame = bench.bench(Path(folder), shapes="quick", progress=True)
+        how = "measured now"
+    else:
+        frame, how = recorded(), f"recorded in data/{RECORDED}"
+    first = frame.iloc[0]
+    print(
+        f"Times {how}: one {first['card']}, driver {first['driver']}, "
+        f"numba-cuda {first['numba_cuda']}, {first['date']}"
+    )
+    return frame
+
+
+def split_times(
+    frame: pd.DataFrame,
+) -> dict[tuple[int, int, int, int], dict[int, float]]:
+    """Microseconds by the number of splits, for each shape (B, N, H, S) there is."""
+    rows = frame[(frame["stage"] == "splits") & (frame["us"] > 0)]
+    times: dict[tuple[int, int, int, int], dict[int, float]] = {}
+    for row in rows.to_dict("records"):
+        b, n, h, s = map(int, row["shape"].split(")")[0].strip("(").split(","))
+        times.setdefault((b, n, h, s), {})[int(row["version"].split()[1])] = row["us"]
+    return times
