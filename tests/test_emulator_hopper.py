@@ -4,14 +4,11 @@ The kernels here call the emulation's own functions, without a compiler's view o
 tests/test_ptx.py holds the instructions that a GPU executes to the same.
 """
 
-import functools
-
 import numpy as np
 import pytest
 from numba import cuda, float32, int32, uint16, uint64
 from test_emulator_bugs import marked_line
 
-from ddtree_numba import emulator
 from ddtree_numba.bf16 import from_float32
 from ddtree_numba.emulator import (
     BarrierDivergenceError,
@@ -1263,13 +1260,6 @@ def test_verify_attention_in_parts_whose_blocks_wait_for_one_another(monkeypatch
     # their values alone.
     races = {race.array for report in reports for race in report.races}
     assert races <= {"counters"}
-
-
-@pytest.mark.parametrize("order", ["reverse", "shuffled"])
-def test_verify_attention_is_right_in_other_orders(order, monkeypatch):
-    other = functools.partial(emulate, order=order)
-    monkeypatch.setattr(emulator, "emulate", other)
-    close_to_reference([70], verify([70], version="wgmma", n_splits=1))
 
 
 @instruction
