@@ -10,7 +10,7 @@ Source: NVIDIA, PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,9 +24,6 @@ from .errors import (
 )
 from .lanes import WARPGROUP, Hub
 from .spans import Site, log_blocks
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "DEPTH",
