@@ -66,7 +66,7 @@ BINS = 1 << DIGIT_BITS
 VERSIONS = ("auto", "simple", "chunks")
 SIMPLE_UP_TO = 4096  # a vocabulary that "auto" does not cut into chunks
 SCAN_THREADS = 128
-PICK_THREADS = 1024  # at most; as many as the chunks that are kept have pieces
+PICK_THREADS = 768  # at most; as many as the chunks that are kept have pieces
 PIECE_LOG = PIECE.bit_length() - 1
 PIECES = 4  # of eight logits, that a lane of the scan holds
 HELD = PIECES * PIECE
@@ -478,7 +478,7 @@ def topk_scan_kernel(
 
 @cuda.jit(device=True)
 def merge_spans(tops, totals, lows):
-    """A row's maximum, its sum of ``exp(x - maximum)``, and the least chunk's maximum.
+    """A row's maximum, its sum of ``exp(x - maximum)``, and the least of `lows`.
 
     The sum is NaN or 0 if the row is bad. Every warp computes the same.
     """
@@ -538,7 +538,9 @@ def topk_pick_kernel(
     row, of_chunks = logits[b, position], maxima[r]
     bins = (histogram, of_warps, found)
     best = log_probs[b, position], token_ids[b, position]
-    top, total, least = merge_spans(tops[r], totals[r], lows[r])
+    # K chunks have a maximum of `least` or more: one a span, if there are K spans.
+    below = tops[r] if kept <= tops.shape[1] else lows[r]
+    top, total, least = merge_spans(tops[r], totals[r], below)
     if not total > np.float32(0.0):
         write_bad_row(*best)
         return
