@@ -467,8 +467,6 @@ def passing_children(row, score, bound):
     # The bound has a bin to spare, so it may be rounded to what a candidate must have.
     least = np.float32(max(bound - score, LOWEST))
     low, high = np.uint32(0), np.uint32(row.size)
-    if row[0] < least:
-        return np.int32(0)
     while low < high:
         middle = np.uint32((low + high) >> np.uint32(1))
         if row[middle] >= least:
@@ -811,7 +809,7 @@ def tree_build(
         above 0, negative tokens. If omitted, host arrays are checked; device arrays
         cannot be.
     version : {"auto", "simple", "parallel"}
-        The kernel; "auto" is simple up to 64 draft nodes. Both build the same tree.
+        The kernel; "auto" is parallel up to L = 43. Both build the same tree.
     executor : {"gpu", "emulator", "numpy"}, optional
         If omitted: ``DDTREE_EXECUTOR``, else NumPy for host arrays, the GPU for device
         arrays.
