@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 from numba import boolean, cuda, float32, int32, uint16, uint32
+from test_sass import assembled
 
 from ddtree_numba import backend, bf16, reference
 from ddtree_numba.emulator import emulate
@@ -344,7 +345,7 @@ def test_a_latent_wider_than_a_block_holds(how, monkeypatch):
     d_latent = 516
     if how[0] == "emulator":  # which reads constants anew at every launch
         d_latent = 132
-        narrow = {"WIDTH": 128, "GROUPS": 1, "PASS": 1, "MERGE_COLUMNS": 1}
+        narrow = {"WIDTH": 128, "GROUPS": 1, "PASS": 1, "MERGE_THREADS": 32}
         narrow |= {"SUMS": 4 * module.WARP_ROWS, "WEIGHTS": 128 * module.STEP}
         for name, value in narrow.items():
             monkeypatch.setattr(module, name, value)
@@ -676,6 +677,14 @@ def test_kernels_compile_without_doubles_or_unmeant_stack(capability, x):
             loads = re.findall(r"ld\.shared(?:\.v4)?\.[fb]32", ptx)
             assert len(loads) >= 16
             assert all(".v4." in load for load in loads)
+
+
+@pytest.mark.ptx
+def test_the_largest_merge_has_its_registers():
+    threads = module.MERGE_GROUPS * module.MERGE_THREADS
+    signature = (F4, F3, F3, F3, float32[:, ::1])
+    kernel = assembled(merge_kernel, threads, signature, (8, 0))
+    assert kernel.registers * threads <= 65536 and kernel.spilled == 0
 
 
 def test_visibility_names_no_rows_beyond_the_tree():

@@ -91,7 +91,7 @@ WEIGHTS = STEP * WIDTH
 SHARED = max(WEIGHTS + ROWS * KEYS, (ROWS + KEYS) * PITCH)
 MERGE_THREADS = WIDTH // 4  # that a row has, or as many times `MERGE_BATCH` …
 MERGE_BATCH = 4  # splits that a thread reads at once
-MERGE_GROUPS = 8  # … but not more
+MERGE_GROUPS = 6  # … but not more: 768 threads have 80 registers each
 
 
 def load4(row: Any, i: Any) -> Any:
