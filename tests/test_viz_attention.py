@@ -10,7 +10,7 @@ from numba import cuda
 from ddtree_numba import bench
 from ddtree_numba.bench.rows import Row
 from ddtree_numba.emulator import emulate
-from ddtree_numba.lab import attention
+from ddtree_numba.lab import attention, recorded
 from ddtree_numba.viz import element_reads, online_figure, reads_figure, times_figure
 
 
@@ -65,7 +65,7 @@ def test_recorded_times_are_of_one_shape_and_our_versions(
     row = Row("verify_attn", "mma", attention.SHAPE, us=40.0, tflops=239.0, card="H200")
     others = [
         {"shape": "(1,1,1,1) bf16"},
-        {"peer": "peer 1.0"},
+        {"version": "FlashInfer fa3"},
         {"status": "wrong"},
         {"regime": "sustained"},
         {"memory": "cold"},
@@ -73,15 +73,15 @@ def test_recorded_times_are_of_one_shape_and_our_versions(
     ]
     rows = [row, *(dataclasses.replace(row, **other) for other in others)]
     pd.DataFrame(map(dataclasses.asdict, rows)).to_csv(tmp_path / bench.FINISHED)
-    monkeypatch.setattr(attention, "data_path", lambda *parts: tmp_path / parts[-1])
+    monkeypatch.setattr(recorded, "data_path", lambda path: tmp_path / bench.FINISHED)
     times = attention.attention_times("emulator")
     assert times["version"].tolist() == ["mma", "simple"]
-    assert "recorded: H200" in capsys.readouterr().out
+    assert "recorded in data/bench/bench.csv: one H200" in capsys.readouterr().out
     _, alt_text = times_figure(times)
     assert "simple 9,000 µs" in alt_text and "mma 40.0 µs, 239 TFLOP/s" in alt_text
 
 
 def test_without_a_recorded_run_there_are_no_times(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(attention, "data_path", lambda *parts: tmp_path / "none.csv")
+    monkeypatch.setattr(recorded, "data_path", lambda path: tmp_path / path)
     assert attention.attention_times("emulator") is None
     assert "no recorded run" in capsys.readouterr().out

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ddtree_numba._data import data_path
 from ddtree_numba.emulator import traced
-from ddtree_numba.kernels.verify_attn import verify_attn
+from ddtree_numba.kernels.verify_attn import VERSIONS, verify_attn
+from ddtree_numba.lab.recorded import measurements
 from ddtree_numba.viz import element_reads
 
 if TYPE_CHECKING:
@@ -77,42 +75,28 @@ def count_reads(
 
 
 def attention_times(where: str) -> pd.DataFrame | None:
-    """Times of every version of verify_attn at `SHAPE`, and a line on their origin.
+    """Times of every version of verify_attn at `SHAPE`; prints whose they are.
 
     Parameters
     ----------
     where : {"gpu", "emulator"}
-        On a GPU they are measured now, else they come from ``data/bench/bench.csv``.
+        As for `ddtree_numba.lab.measurements`.
 
     Returns
     -------
     pandas.DataFrame or None
-        As `ddtree_numba.bench.bench` makes it, a row a version; None if nothing was
-        recorded.
+        A row a version, with the columns of `ddtree_numba.bench.bench`; None if no such
+        row was recorded.
     """
-    from ddtree_numba import bench
-
-    recorded = data_path("bench", bench.FINISHED)
-    if where == "gpu":
-        with tempfile.TemporaryDirectory() as folder:
-            rows = bench.bench(Path(folder), stages=["verify_attn"], shapes="quick")
-        origin = "measured just now"
-    elif recorded.exists():
-        rows = bench.load(recorded)
-        origin = "recorded"
-    else:
+    try:
+        rows = measurements(where, ["verify_attn"])
+    except FileNotFoundError:
         print("No GPU here, and no recorded run in data/bench.")
         return None
-    of_us = (rows["stage"] == "verify_attn") & (rows["peer"] == "")
     burst = (rows["regime"] == "burst") & (rows["memory"] == "warm")
     timed = (rows["status"] == "ok") & (rows["shape"] == SHAPE)
-    rows = rows[of_us & burst & timed]
+    rows = rows[rows["version"].isin(VERSIONS) & burst & timed]
     if rows.empty:
-        print(f"The run that was {origin} has no row of {SHAPE}.")
+        print(f"There is no row of {SHAPE} in that run.")
         return None
-    machine = rows[["card", "driver", "numba_cuda", "date"]].iloc[0]
-    print(
-        f"{SHAPE}, {origin}: {machine['card']}, driver {machine['driver']}, "
-        f"numba-cuda {machine['numba_cuda']}, {machine['date']}"
-    )
     return rows

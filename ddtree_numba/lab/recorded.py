@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ def recorded() -> pd.DataFrame:
     return bench.load(data_path(RECORDED))
 
 
-def measurements(where: str) -> pd.DataFrame:
+def measurements(where: str, stages: Sequence[str] | None = None) -> pd.DataFrame:
     """Rows of a benchmark, and a printed line that says whose.
 
     Parameters
@@ -28,6 +29,8 @@ def measurements(where: str) -> pd.DataFrame:
     where : str
         What `lab.start` returned: on "gpu" the quick set of shapes is measured here
         (about a minute), else the recorded run is read.
+    stages : sequence of str, optional
+        Measure these only; all if omitted.
 
     Returns
     -------
@@ -36,7 +39,9 @@ def measurements(where: str) -> pd.DataFrame:
     """
     if where == "gpu":
         with tempfile.TemporaryDirectory() as folder:
-            frame = bench.bench(Path(folder), shapes="quick", progress=True)
+            frame = bench.bench(
+                Path(folder), stages=stages, shapes="quick", progress=True
+            )
         how = "measured now"
     else:
         frame, how = recorded(), f"recorded in data/{RECORDED}"
