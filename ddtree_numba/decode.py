@@ -26,9 +26,10 @@ only what is kept.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -191,14 +192,19 @@ def generate(
     Raises
     ------
     TypeError
-        For a prompt that is neither text nor a list of tokens.
+        For a prompt that is neither text nor a list of tokens, something that is no
+        model, or a count that is no int.
     ValueError
-        For an empty prompt, one too long for the model, a negative count, an unknown
-        mode or executor.
+        For an empty prompt, one too long for the model, a count outside its range, an
+        unknown mode or executor, or (from a round) logits that are no distribution.
     RuntimeError
         If a GPU is asked for and there is none.
     """
     started = time.perf_counter()
+    if not hasattr(model, "config"):
+        raise TypeError(
+            f"model is a {type(model).__name__}; expected one as from load_model"
+        )
     _check_counts(max_new_tokens, n_draft_nodes, mode, temperature, seed)
     stops = _stop_tokens(stop_tokens)
     texts = check_prompts(model, prompts, max_new_tokens)
@@ -346,9 +352,7 @@ class _DeviceLoop:
         if temperature > 0:
             ahead = int(left.max()) + model.config.block
             coins = put(draw_coins([len(text) for text in run.prompts], ahead, seed))
-
-            def choose(logits: Any, tree: DraftTree, prefix_lens: Any) -> Any:
-                return model.sample(logits, tree, cache, temperature, coins)
+            choose = partial(model.sample, temperature=temperature, coins=coins)
 
         self.step = Round(
             lambda prefix_lens, roots: model.draft(cache, roots) if n else no_logits,
@@ -383,6 +387,13 @@ class _DeviceLoop:
                 self.step.replay()
             result = self.step.read()
         tree, accepted = result.tree, result.accepted
+        bad = self.active & (accepted.bonus < 0)  # the host did not see the logits
+        if bad.any():
+            b = int(np.argmax(bad))
+            row = accepted.rows[b, accepted.accept_len[b] - 1]
+            raise ValueError(
+                f"logits, request {b}, row {row} holds NaN, +inf or only -inf"
+            )
         kept = np.where(self.active, accepted.accept_len, 0).astype(np.int32)
         self.prefix_lens = prefix_lens + kept
         return RoundTrace(
@@ -414,7 +425,8 @@ def check_prompts(model: Model, prompts: Any, max_new_tokens: int) -> list[list[
         single = isinstance(prompts[0], int | np.integer)
     else:
         single = True
-    texts = [_tokens(p) for p in ([prompts] if single else prompts)]
+    batch = [prompts] if single else prompts
+    texts = [_tokens(prompt, f"prompt {i}") for i, prompt in enumerate(batch)]
     longest = model.config.max_len - max_new_tokens
     for i, text in enumerate(texts):
         # The first token may be BOS: a prompt is what comes after it.
@@ -435,17 +447,21 @@ def check_prompts(model: Model, prompts: Any, max_new_tokens: int) -> list[list[
     return texts
 
 
-def _tokens(prompt: Any) -> list[int]:
+def _tokens(prompt: Any, name: str) -> list[int]:
     if isinstance(prompt, str | bytes):
         try:
             return encode(prompt).tolist()
         except UnicodeEncodeError as error:  # a lone surrogate
-            raise ValueError(f"prompt is no text: {error}") from error
-    tokens = np.asarray(prompt)
+            raise ValueError(f"{name} is no text: {error}") from error
+    expected = "expected text, bytes or a list of token ids"
+    try:
+        tokens = np.asarray(prompt)
+    except ValueError as error:
+        raise TypeError(f"{name} holds lists beside numbers; {expected}") from error
     if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
         raise TypeError(
-            f"prompt is {type(prompt).__name__} of {tokens.dtype}, shape "
-            f"{tokens.shape}; expected text, bytes or a list of token ids"
+            f"{name} is a {type(prompt).__name__} of {tokens.dtype}, shape "
+            f"{tokens.shape}; {expected}"
         )
     return tokens.tolist()
 
@@ -466,7 +482,10 @@ def _check_counts(
 
 def _stop_tokens(given: Any) -> frozenset[int]:
     """Stop tokens as a set: a loop looks at them in every round."""
-    tokens: list[Any] = list(given) if isinstance(given, Iterable) else [None]
+    try:
+        tokens: list[Any] = list(given)
+    except TypeError:
+        tokens = [None]
     if not all(isinstance(token, int | np.integer) for token in tokens):
         raise TypeError(f"stop_tokens is {given!r}; expected a sequence of token ids")
     return frozenset(map(int, tokens))

@@ -5,7 +5,7 @@ import pytest
 from fake_model import VOCAB, FakeModel, random_model, scripted_model
 from numpy.testing import assert_array_equal
 
-from ddtree_numba import reference
+from ddtree_numba import backend, reference
 from ddtree_numba.decode import MODES, generate
 from ddtree_numba.model import load_model
 from ddtree_numba.model.text import held_out_prompts
@@ -311,7 +311,7 @@ def test_a_finished_request_rides_along_and_commits_nothing():
         ({"prompts": [1, VOCAB]}, "prompt 0 holds tokens 1 … 12; expected 0 … 11"),
         ({"prompts": [[1, 2], [-1, 2]]}, "prompt 1 holds tokens -1 … 2"),
         ({"prompts": [1, 2**40]}, "prompt 0 holds tokens"),
-        ({"prompts": "\ud800"}, "prompt is no text: .*surrogates not allowed"),
+        ({"prompts": "\ud800"}, "prompt 0 is no text: .*surrogates not allowed"),
         ({"prompts": [1] * 395}, "395 tokens and 10 are to come.* limit is 400"),
     ],
     ids=str,
@@ -322,9 +322,21 @@ def test_bad_input_is_named(change, message):
         generate(random_model(), **arguments)
 
 
-@pytest.mark.parametrize("prompts", [[1.5, 2.5], [[1.5, 2.0]], [[[1], [2]]]], ids=str)
-def test_a_prompt_that_is_no_list_of_tokens_is_a_type_error(prompts):
-    with pytest.raises(TypeError, match="expected text, bytes or a list of token ids"):
+@pytest.mark.parametrize(
+    ("prompts", "which"),
+    [
+        ([1.5, 2.5], "prompt 0 is a float of float64"),
+        ([[1, 2], [1.5, 2.0]], "prompt 1 is a list of float64"),
+        ([[[1], [2]]], r"prompt 0 is a list of int64, shape \(2, 1\)"),
+        ([[1, 2], 3], "prompt 1 is a int of int64"),
+        ([[1, 2], None], "prompt 1 is a NoneType of object"),
+        ([3, [1, 2]], "prompt 0 holds lists beside numbers"),
+    ],
+    ids=str,
+)
+def test_a_prompt_that_is_no_list_of_tokens_is_a_type_error(prompts, which):
+    expected = f"{which}.*; expected text, bytes or a list of token ids"
+    with pytest.raises(TypeError, match=expected):
         generate(random_model(), prompts, 3)
 
 
@@ -340,6 +352,8 @@ def test_a_prompt_that_is_no_list_of_tokens_is_a_type_error(prompts):
         ({"stop_tokens": 10}, "stop_tokens is 10; expected a sequence of token ids"),
         ({"stop_tokens": "a"}, "stop_tokens is 'a'; expected a sequence of token ids"),
         ({"stop_tokens": [2.5]}, r"stop_tokens is \[2.5\]; expected a sequence"),
+        ({"stop_tokens": np.array(1)}, r"stop_tokens is array\(1\); expected a seq"),
+        ({"model": "small"}, "model is a str; expected one as from load_model"),
         ({"prompts": None}, "prompts is a NoneType; expected text"),
         ({"prompts": {"a": 1}}, "prompts is a dict; expected text"),
         ({"prompts": np.array(3)}, "prompts is a ndarray; expected text"),
@@ -347,9 +361,15 @@ def test_a_prompt_that_is_no_list_of_tokens_is_a_type_error(prompts):
     ids=str,
 )
 def test_input_of_another_type_is_named(change, message):
-    arguments = {"prompts": PROMPT, "max_new_tokens": 10} | change
+    arguments = {"model": random_model(), "prompts": PROMPT, "max_new_tokens": 10}
     with pytest.raises(TypeError, match=message):
-        generate(random_model(), **arguments)
+        generate(**(arguments | change))
+
+
+def test_a_gpu_that_is_not_there_is_an_error(monkeypatch):
+    monkeypatch.setattr(backend, "gpu_problem", lambda: "there is none")
+    with pytest.raises(RuntimeError, match="executor='gpu' was asked .* there is none"):
+        generate(random_model(), PROMPT, 3, executor="gpu")
 
 
 def test_stop_tokens_may_be_an_iterator():

@@ -1,6 +1,7 @@
 """The small model's kernels compute what its NumPy text does, and so do its passes."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -128,6 +129,22 @@ def test_no_barrier_of_the_matrix_product_is_missing():
     assert report.races == []
 
 
+def test_a_sample_of_what_is_no_distribution_is_none(kernel_executor):
+    rows = np.full((4, 40), -np.inf, np.float32)
+    rows[:3, 7] = 0, np.nan, np.inf
+    args = (
+        *(rows[None], np.array([4], np.int32), np.zeros((1, 4), np.int32)),
+        *(np.zeros(1, np.int32), np.full((1, 1), 0.5), np.float64(0.7)),
+    )
+    found = run(
+        *(kernel_executor, ops.sample_kernel, 4, ops.THREADS),
+        *(*args, np.empty((1, 4), np.int32)),
+        out=6,
+        dynamic_shared=8 * 40,
+    )
+    assert found.tolist() == [[7, -1, -1, -1]]
+
+
 @pytest.mark.parametrize("temperature", [0.7, 1e-9, 5e-324])
 def test_a_sample_is_the_references(kernel_executor, temperature):
     logits = (normal(2, 5, 40) * 3).astype(np.float32)
@@ -243,6 +260,46 @@ def test_the_loop_on_the_device_leaves_the_trace_of_the_loop_in_numpy(executor):
             assert_array_equal(x, y)
         assert [found.path(b) for b in (0, 1)] == [expected.path(b) for b in (0, 1)]
     assert not traces[0][1].active[0]
+
+
+class BrokenModel:
+    """What `_DeviceLoop` asks of a model; no token is the target's choice."""
+
+    at, config = place("emulator"), TINY
+
+    def draft(self, cache, roots):
+        return np.zeros((2, 3, 5), np.float32)
+
+    def verify(self, cache, tree):
+        return np.zeros((*tree.token_ids.shape, 5), np.float32)
+
+    def settle(self, cache, rows, kept):
+        pass
+
+    def sample(self, logits, tree, prefix_lens, *, temperature, coins):
+        return np.full(tree.token_ids.shape, -1, np.int32)
+
+
+def test_a_target_that_chooses_nothing_is_an_error_of_an_unfinished_request():
+    run = Generation("tree", "emulator", 1, [[1, 2], [3, 4]], [[], []])
+    roots = np.array([2, 4], np.int32)
+    for left, request in ((np.array([0, 1]), 1), (np.array([1, 1]), 0)):
+        cache = SimpleNamespace(kv=np.zeros((2, 9, 1)), prefix_lens=np.ones(2, "i4"))
+        loop = decode._DeviceLoop(BrokenModel(), cache, run, 0.5, 0, roots, left)
+        with pytest.raises(ValueError, match=f"logits, request {request}, row 0 holds"):
+            loop.round(roots, left)
+
+
+@pytest.mark.parametrize("executor", ["numpy", "tpu"])
+def test_the_model_runs_as_kernels_or_not_at_all(executor):
+    with pytest.raises(ValueError, match=f"executor.*{executor}"):
+        DeviceModel(Model.random(1, TINY), executor)
+
+
+def test_a_cache_that_is_shorter_than_a_prompt_is_an_error():
+    mine = DeviceModel(Model.random(1, TINY), "emulator")
+    with pytest.raises(ValueError, match="capacity is 2; the longest prompt has 3"):
+        mine.prefill([[1], [1, 2, 3]], 2)
 
 
 def test_heads_wider_than_a_block_are_an_error():

@@ -340,7 +340,7 @@ def sample_kernel(
     prefix_lens,  # [B] i32
     coins,  # [B, P] f64: a number of 0 … 1 for every position
     temperature,  # f64
-    tokens,  # out [B, N] i32
+    tokens,  # out [B, N] i32: -1 for padding rows and bad ones
 ):
     shares = cuda.shared.array(0, np.float64)  # dynamic: V
     n = logits.shape[1]
@@ -365,6 +365,9 @@ def sample_kernel(
     for v in range(row.size):
         total += shares[v]
         shares[v] = total
+    if total != total:  # NaN: the row holds NaN, +inf or only -inf
+        tokens[b, i] = -1
+        return
     position = min(prefix_lens[b] + depths[b, i], coins.shape[1] - 1)
     coin = coins[b, position] * total
     token = 0

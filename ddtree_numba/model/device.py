@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_numba import reference
-from ddtree_numba.backend import Place
+from ddtree_numba.backend import Place, choose
 from ddtree_numba.kernels import model_ops as ops
 from ddtree_numba.kernels.verify_attn import verify_attn
 from ddtree_numba.model.config import VOCAB, ModelConfig
@@ -62,10 +62,17 @@ class DeviceModel:
     Raises
     ------
     ValueError
-        For drafter heads wider than a block of threads.
+        For another executor, or drafter heads wider than a block of threads.
+    RuntimeError
+        If a GPU is asked for and there is none.
     """
 
     def __init__(self, model: Model, executor: str = "gpu"):
+        if choose(executor) == "numpy":
+            raise ValueError(
+                "executor is 'numpy', where `Model` itself runs; expected 'gpu' or "
+                "'emulator'"
+            )
         c = model.config
         self.config: ModelConfig = c
         self.at = Place(executor, "numba" if executor == "gpu" else "numpy")
@@ -129,6 +136,8 @@ class DeviceModel:
         lengths = np.array([len(prompt) for prompt in prompts])
         longest = int(lengths.max(initial=0))
         size = longest if capacity is None else capacity
+        if size < longest:
+            raise ValueError(f"capacity is {size}; the longest prompt has {longest}")
         draft_shape = (c.draft_layers, batch, size, c.draft_heads, self.width)
         # A block or a chunk of the prompt may stand behind the last row.
         positions = np.arange(size + max(c.block, PREFILL_ROWS))
@@ -167,29 +176,14 @@ class DeviceModel:
         rows, d, heads = batch * c.block, c.d_model, c.draft_heads
         last, before = at.empty((batch, d), np.float64), cache.prefix_lens
         at.launch(
-            ops.gather_kernel,
-            batch,
-            ops.THREADS,
-            cache.context,
-            before.reshape(batch, 1),
-            np.int32(-1),
-            np.int32(0),
-            last,
+            *(ops.gather_kernel, batch, ops.THREADS),
+            *(cache.context, before.reshape(batch, 1), np.int32(-1), np.int32(0), last),
         )
         last = self._matmul(last, w["w_last"])
         x, positions = at.empty((rows, d), np.float64), at.empty((rows,), np.int32)
         at.launch(
-            ops.embed_block_kernel,
-            rows,
-            ops.THREADS,
-            root_tokens,
-            before,
-            self.target["embed"],
-            w["mask"],
-            w["position"],
-            last,
-            x,
-            positions,
+            *(ops.embed_block_kernel, rows, ops.THREADS, root_tokens, before),
+            *(self.target["embed"], w["mask"], w["position"], last, x, positions),
         )
         for i, layer in enumerate(self.drafter_layers):
             h = self._rms_norm(x, layer["attn_norm"])
@@ -197,16 +191,11 @@ class DeviceModel:
             # Queries and keys, in place; values stay.
             self._rope((rows, 2 * heads), qkv, 0, positions, cache.draft_turns, qkv, 0)
             out = at.empty((rows, heads, self.width), np.float64)
+            qkv = qkv.reshape(batch, c.block, 3, heads, self.width)
             at.launch(
-                ops.draft_attention_kernel,
-                (rows, heads),
-                ops.THREADS,
-                qkv.reshape(batch, c.block, 3, heads, self.width),
-                cache.keys[i],
-                cache.values[i],
-                before,
-                np.float64(self.width**-0.5),
-                out,
+                *(ops.draft_attention_kernel, (rows, heads), ops.THREADS),
+                *(qkv, cache.keys[i], cache.values[i], before),
+                *(np.float64(self.width**-0.5), out),
                 dynamic_shared=8 * (cache.context.shape[1] + c.block),
             )
             x = self._matmul(out.reshape(rows, d), layer["w_o"], add=x)
@@ -231,48 +220,36 @@ class DeviceModel:
         for j, x in enumerate(cache.features):
             first = np.int32(j * c.d_model)
             at.launch(
-                ops.gather_kernel,
-                total,
-                ops.THREADS,
-                x,
-                rows,
-                np.int32(0),
-                first,
-                features,
+                *(ops.gather_kernel, total, ops.THREADS),
+                *(x, rows, np.int32(0), first, features),
             )
         context = self._rms_norm(self._matmul(features, w["w_fuse"]), w["fuse_norm"])
         keys_values = self._matmul(context, w["w_kv"])
         shape = (total, c.draft_layers, 2, c.draft_heads, self.width)
         at.launch(
-            ops.draft_row_kernel,
-            (total, c.draft_layers),
-            ops.WARP,
-            context,
-            keys_values.reshape(shape),
-            cache.draft_turns,
-            cache.prefix_lens,
-            counts,
-            cache.context,
-            cache.keys,
-            cache.values,
+            *(ops.draft_row_kernel, (total, c.draft_layers), ops.WARP),
+            *(context, keys_values.reshape(shape), cache.draft_turns),
+            *(cache.prefix_lens, counts, cache.context, cache.keys, cache.values),
         )
 
     def sample(
-        self, logits: Any, tree: DraftTree, cache: DeviceCache, t: float, coins: Any
+        self,
+        logits: Any,
+        tree: DraftTree,
+        prefix_lens: Any,
+        *,
+        temperature: float,
+        coins: Any,
     ) -> Any:
-        """`reference.sample` with its random numbers given: coins [B, P]."""
+        """`reference.sample` with its random numbers given: coins [B, P].
+
+        A row with NaN, +inf or only -inf answers -1, as padding rows do.
+        """
         tokens = self.at.empty(tree.token_ids.shape, np.int32)
         self.at.launch(
-            ops.sample_kernel,
-            tokens.size,
-            ops.THREADS,
-            logits,
-            tree.n_rows,
-            tree.depths,
-            cache.prefix_lens,
-            coins,
-            np.float64(t),
-            tokens,
+            *(ops.sample_kernel, tokens.size, ops.THREADS),
+            *(logits, tree.n_rows, tree.depths, prefix_lens, coins),
+            *(np.float64(temperature), tokens),
             dynamic_shared=8 * logits.shape[2],
         )
         return tokens
@@ -286,37 +263,21 @@ class DeviceModel:
         c, at = self.config, self.at
         batch, n = tokens.shape
         rows, heads = batch * n, c.n_heads
-        x, positions = (
-            at.empty((rows, c.d_model), np.float64),
-            at.empty((rows,), np.int32),
-        )
+        x = at.empty((rows, c.d_model), np.float64)
+        positions = at.empty((rows,), np.int32)
         at.launch(
-            ops.embed_kernel,
-            rows,
-            ops.THREADS,
-            tokens,
-            depths,
-            cache.prefix_lens,
-            self.target["embed"],
-            x,
-            positions,
+            *(ops.embed_kernel, rows, ops.THREADS, tokens, depths, cache.prefix_lens),
+            *(self.target["embed"], x, positions),
         )
         query = at.empty((rows, heads, c.d_cache), np.float32)
         cache.features = []
         for i, w in enumerate(self.target_layers):
             h = self._rms_norm(x, w["attn_norm"])
+            latent_rows = self._matmul(h, w["w_dkv"])
             at.launch(
-                ops.latent_row_kernel,
-                rows,
-                ops.WARP,
-                self._matmul(h, w["w_dkv"]),
-                w["latent_norm"],
-                np.float64(c.norm_eps),
-                positions,
-                cache.turns,
-                cache.prefix_lens,
-                n_rows,
-                cache.kv[i],
+                *(ops.latent_row_kernel, rows, ops.WARP, latent_rows, w["latent_norm"]),
+                *(np.float64(c.norm_eps), positions, cache.turns),
+                *(cache.prefix_lens, n_rows, cache.kv[i]),
             )
             q = self._matmul(h, w["w_q"]).reshape(rows, heads, c.d_nope + c.d_rope)
             self._matmul_into(query, q, w["up_k"])
@@ -366,17 +327,10 @@ class DeviceModel:
         out: Any,
         out_first: int,
     ) -> None:
-        columns = np.int32(first), np.int32(out_first)
+        """Rotate x's columns from `first` on, into out's from `out_first` on."""
         self.at.launch(
-            ops.rope_kernel,
-            grid,
-            ops.WARP,
-            x,
-            columns[0],
-            positions,
-            turns,
-            out,
-            columns[1],
+            *(ops.rope_kernel, grid, ops.WARP, x, np.int32(first)),
+            *(positions, turns, out, np.int32(out_first)),
         )
 
     def _matmul(
@@ -396,14 +350,8 @@ class DeviceModel:
         tiles = (-(-x.shape[0] // ops.TILE), -(-columns // ops.TILE), groups)
         adds = np.int32(base is not None)
         self.at.launch(
-            ops.matmul_kernel,
-            tiles,
-            ops.MATMUL_THREADS,
-            x,
-            w,
-            x if base is None else base,
-            adds,
-            out,
+            *(ops.matmul_kernel, tiles, ops.MATMUL_THREADS),
+            *(x, w, x if base is None else base, adds, out),
         )
 
 
