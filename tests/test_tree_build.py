@@ -11,10 +11,12 @@ from numba import cuda, float32, float64, int32, int64, uint32
 from random_trees import CAT, DOG, SAT, THE, worked_example
 
 from ddtree_numba import backend, bf16
+from ddtree_numba.backend import place
 from ddtree_numba.emulator import emulate
 from ddtree_numba.kernels import tree_build as tree_build_module
 from ddtree_numba.kernels.topk import topk
 from ddtree_numba.kernels.tree_build import (
+    add_rank,
     tree_build,
     tree_build_kernel,
     tree_build_parallel_kernel,
@@ -527,8 +529,49 @@ def test_auto_takes_the_parallel_version_as_deep_as_labels_go(
     assert_same(tree_build(*candidates, 20, executor="emulator"), expected)
 
 
+@cuda.jit
+def label_kernel(
+    paths,  # [P, L] i32: ranks, -1 behind a path's end
+    labels,  # out [P] i64
+    lengths,  # out [P] i64
+):
+    p = cuda.threadIdx.x
+    label, bits = np.int64(0), np.int64(0)
+    for depth in range(paths.shape[1]):
+        if paths[p, depth] >= 0:
+            label, bits = add_rank(label, bits, paths[p, depth])
+    labels[p] = label
+    lengths[p] = bits
+
+
+def code(rank: int) -> str:
+    """A rank's bits: as many ones as rank + 1 has doublings, a 0, and the rest."""
+    binary = f"{rank + 1:b}"
+    return "1" * (len(binary) - 1) + "0" + binary[1:]
+
+
+def test_labels_are_codes_of_ranks_cut_off_after_63_bits(kernel_executor):
+    rng = np.random.default_rng(0)
+    given = [tuple(rng.geometric(0.4, rng.integers(1, 13)) - 1) for _ in range(29)]
+    given += [(1023,), (5, 1023, 1023, 1023), (1023,) * 12]
+    paths = np.full((32, 12), -1, np.int32)
+    for row, path in zip(paths, given, strict=True):
+        row[: len(path)] = path
+    at = place(kernel_executor, paths=paths)
+    outputs = [at.empty((32,), np.int64) for _ in range(2)]
+    at.launch(label_kernel, 1, 32, at.put(paths), *outputs)
+    labels, lengths = (at.give(x).tolist() for x in outputs)
+    codes = ["".join(code(int(rank)) for rank in path) for path in given]
+    assert lengths == [len(x) for x in codes]
+    assert labels == [int(x[:63].ljust(63, "0"), 2) for x in codes]
+    whole = [p for p in range(32) if lengths[p] <= 63]
+    in_order = sorted(whole, key=lambda p: (labels[p], lengths[p]))
+    assert in_order == sorted(whole, key=lambda p: given[p])
+    assert len(whole) < 32
+
+
 @pytest.mark.parametrize(
-    ("shape", "budget"), [((1, 3, 12), 150), ((1, 43, 2), 90), ((1, 2, 40), 700)]
+    ("shape", "budget"), [((1, 3, 12), 150), ((1, 43, 2), 90), ((1, 2, 24), 200)]
 )
 def test_labels_order_wide_and_deep_paths_that_tie(alone, shape, budget):
     """Nodes of a depth tie here, and those of two depths where a step costs nothing."""
