@@ -21,6 +21,7 @@ from test_verify_attn import (
 )
 
 from ddtree_numba import bf16
+from ddtree_numba.kernels import verify_attn as module
 from ddtree_numba.kernels.verify_attn import VERSIONS, verify_attn
 from ddtree_numba.tree import DraftTree
 
@@ -148,6 +149,19 @@ def test_scores_of_a_hundred_thousand_keep_their_softmax(how, sign):
     np.testing.assert_array_equal(out, sign * 64)
     expected = sign * 512 * 64 * 64 * SCALE + math.log(4)  # -151347.52
     assert lse[0, 0, 0] == pytest.approx(expected, abs=2**-5)  # two ulp
+
+
+@WAYS
+@pytest.mark.parametrize("prefix_len", [-5, 5])
+def test_unchecked_lengths_never_lead_outside_the_cache(how, prefix_len, monkeypatch):
+    monkeypatch.setattr(module, "_check_fit", lambda *_: None)
+    q, cache, _, visibility = constant_case([[]], [[0] * 3], [CHAIN4[:3]], 512, 64, 3)
+    cache[0, :6, :] = np.arange(1, 7, dtype=np.float32)[:, None]
+    lens = np.array([prefix_len], np.int32)
+    out, _ = attend(how, to_bf16(q, cache, lens, visibility))
+    # A negative length counts as 0, and of 6 rows there are no more than 6 to see.
+    expected = {-5: [1, 1.5, 2], 5: [3.5] * 3}[prefix_len]
+    np.testing.assert_allclose(out[0, :, 0, 0], expected, rtol=AVERAGE)
 
 
 @GPU_WAYS
