@@ -66,7 +66,7 @@ BINS = 1 << DIGIT_BITS
 VERSIONS = ("auto", "simple", "chunks")
 SIMPLE_UP_TO = 4096  # a vocabulary that "auto" does not cut into chunks
 SCAN_THREADS = 128
-PICK_THREADS = 768  # at most; as many as the chunks that are kept have pieces
+PICK_THREADS = 768  # at most
 PIECE_LOG = PIECE.bit_length() - 1
 PIECES = 4  # of eight logits, that a lane of the scan holds
 HELD = PIECES * PIECE
@@ -690,7 +690,8 @@ def _launch_chunks(at: Place, logits: Any, log_probs: Any, token_ids: Any) -> No
         *(topk_scan_kernel, grid, SCAN_THREADS),
         *(logits, wide, np.int32(chunk_log), tops, totals, lows, maxima),
     )
-    threads = max(kept << chunk_log, min(chunks // PIECE, 256))
+    # A piece a lane in one go: ties leave a few chunks more than are kept.
+    threads = max((kept + 8) << chunk_log, min(chunks // PIECE, 256))
     chunk_bits = np.int32((chunks - 1).bit_length())
     at.launch(
         *(topk_pick_kernel, rows, _warps(threads, PICK_THREADS)),
