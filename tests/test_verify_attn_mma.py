@@ -112,7 +112,7 @@ def test_lanes_may_run_in_any_order_and_never_race(order, use_form, monkeypatch)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("form", "shape"), zip(FORMS, ["chain", "wide", "deep"], strict=True), ids=str
+    ("form", "shape"), list(zip(FORMS, ["chain", "wide", "deep"], strict=True)), ids=str
 )
 def test_full_size_within_flashmla_tolerances(form, shape, use_form):
     use_form(form)
