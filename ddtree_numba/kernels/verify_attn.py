@@ -677,6 +677,8 @@ def split_kernel(
                 )
 
 
+# A block has a packed row: a thread four of its columns, and one of `groups` groups of
+# threads every so many batches of splits.
 @cuda.jit
 def merge_kernel(
     accs,  # [P, B, R, Dc up to a multiple of 4] f32; unset where a split is empty
