@@ -174,6 +174,20 @@ def test_values_are_checked_on_the_host_unless_told_otherwise():
         device.checks(True, "q")
 
 
+def test_a_count_is_an_int_in_its_range():
+    for x in (1, 3, np.int64(3)):
+        count = backend.whole_number(x, "k", least=1, most=3)
+        assert (count, type(count)) == (x, int)
+    for x in (True, 1.0, "1", None):
+        with pytest.raises(TypeError, match=f"k is {x!r} .*; expected an int, 1 … 3"):
+            backend.whole_number(x, "k", least=1, most=3)
+    for x in (0, 4):
+        with pytest.raises(ValueError, match=f"k is {x}; expected 1 … 3"):
+            backend.whole_number(x, "k", least=1, most=3)
+    with pytest.raises(ValueError, match="k is -1; expected 0 or more"):
+        backend.whole_number(-1, "k")
+
+
 def test_an_array_that_refuses_to_answer_is_no_device_array():
     class CpuTensor:
         @property

@@ -350,7 +350,7 @@ def test_bad_input_is_named(change, error, message):
         (
             {"prefix_lens": np.array([-1, 0], np.int32)},
             ValueError,
-            "prefix_lens, request 0 is -1",
+            "prefix_lens, request 0 is -1 and its tree has 3 rows",
         ),
     ],
 )
@@ -359,6 +359,26 @@ def test_what_a_round_meets_on_its_way_is_named(executor, change, error, message
     mine = cpu_round(executor=executor, **change)
     with pytest.raises(error, match=message):
         mine.run()
+
+
+@pytest.mark.parametrize("executor", ["numpy", "emulator"])
+def test_rows_move_in_every_cache_but_not_of_a_finished_request(executor):
+    caches = [np.arange(36.0).reshape(2, 9, 2), np.arange(18).reshape(2, 9, 1)]
+    expected, settled = [x.copy() for x in caches], []
+    mine = cpu_round(
+        executor=executor,
+        kv_cache=caches,
+        active=np.array([0, 1], np.int32),
+        choose=lambda *_: np.full((2, 3), 1, np.int32),
+        settle=lambda rows, kept, _: settled.append((rows.tolist(), kept.tolist())),
+    )
+    result = mine.run()
+    assert settled == [([[0, 2, -1]] * 2, [0, 2])]
+    assert result.accepted.accept_len.tolist() == [2, 2]
+    for found, cache in zip(caches, expected, strict=True):
+        cache[1, 1] = cache[1, 2]
+        assert_array_equal(found, cache)
+    assert (mine.prefix_lens.tolist(), mine.root_tokens.tolist()) == ([4, 2], [1, 1])
 
 
 @pytest.mark.parametrize("after_a_good_round", [False, True])
