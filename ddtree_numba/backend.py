@@ -470,9 +470,18 @@ class Place:
             x[...] = values
 
     def launch(
-        self, kernel: Any, grid: Any, block: Any, *args: Any, dynamic_shared: int = 0
+        self,
+        kernel: Any,
+        grid: Any,
+        block: Any,
+        *args: Any,
+        dynamic_shared: int = 0,
+        cooperative: bool = False,
     ) -> None:
         """Run ``kernel[grid, block](*args)`` here, with `dynamic_shared` bytes.
+
+        `cooperative`: all blocks run at the same time, so they may wait for one another
+        (an error of the driver if there is no room for so many).
 
         Returns at once on a GPU: the launch follows whatever the caller's library
         (torch, CuPy) has queued on its current stream. An empty grid does nothing.
@@ -481,9 +490,11 @@ class Place:
             return
         if self.executor == "gpu":
             configured = kernel[grid, block, self.stream, dynamic_shared]
-            if dynamic_shared > 48 * 1024:
-                # Set, not appended to: Numba keeps a kernel's configurations.
-                configured.pre_launch_callbacks[:] = [_allow_dynamic_shared]
+            # Set, not appended to: Numba keeps a kernel's configurations.
+            configured.pre_launch_callbacks[:] = [
+                *[_allow_dynamic_shared] * (dynamic_shared > 48 * 1024),
+                *[_launch_together] * cooperative,
+            ]
             configured(*args)
             return
         from ddtree_numba.emulator import emulate
@@ -632,6 +643,11 @@ def _allow_dynamic_shared(kernel: Any, launch_config: Any) -> None:
             f"this GPU does not give a block {launch_config.sharedmem} bytes of "
             f"shared memory ({status.name})"
         )
+
+
+def _launch_together(kernel: Any, launch_config: Any) -> None:
+    """Have Numba launch a kernel cooperatively, as it does where a grid is synced."""
+    kernel.cooperative = True
 
 
 # -------------------------------------------------------------------- looking at PTX

@@ -17,6 +17,7 @@ Compute capability 8.0 or later
 `bar_sync`, `bar_arrive`     come to a named barrier and wait, or only come
 `bar_red_or`                 … and wait, and learn whether anyone brought a nonzero
 `st_global_v2_f32`           store two neighbouring float32
+`wait_for_at_least`          wait for a counter that other blocks add to
 Compute capability 9.0
 ------------------------------------------------------------------------------------
 `mbarrier_init`              make a barrier that counts arrivals and bytes of copies
@@ -35,6 +36,7 @@ Target sm_90a alone
 `wgmma_m64n64k16_bf16`       multiply 64x16 by 16x64 and add, by the warpgroup, later
 `wgmma_m64n256k16_bf16`      … 16x256, all from shared memory
 `…_from_registers`           … with the 64x16 matrix from registers
+`wgmma_4_…_from_registers`   … four times, along k
 `wgmma_fence`                order: registers, before products
 `wgmma_commit_group`         close a group of products
 `wgmma_wait_group`           wait until all but the newest n groups are done
@@ -105,6 +107,8 @@ __all__ = [
     "setmaxnreg_inc",
     "st_global_v2_f32",
     "stmatrix_x4",
+    "wait_for_at_least",
+    "wgmma_4_m64n256k16_bf16_from_registers",
     "wgmma_commit_group",
     "wgmma_descriptor",
     "wgmma_fence",
@@ -899,6 +903,36 @@ def st_global_v2_f32(typingctx, array, index, first, second):
     return signature, codegen
 
 
+# -- blocks that wait for one another (sm_70) -----------------------------------------
+
+
+@intrinsic
+def wait_for_at_least(typingctx, counters, index, n):
+    """``ld.acquire.gpu.global`` until ``counters[index]`` is `n` or more.
+
+    Who counts writes first, then passes `cuda.threadfence`, then adds by
+    `cuda.atomic.add`: then what it wrote is there, for this thread and for those that
+    it meets at a barrier afterwards. Only for blocks that run at the same time: a
+    cooperative launch. counters : a global int32 array.
+    """
+    _check_index(counters, index)
+    _check_integer("n", n)
+
+    def codegen(context, builder, signature, args):
+        kinds = signature.args
+        at = _address(context, builder, kinds[:2], args[:2], _GLOBAL)
+        count = context.cast(builder, args[2], kinds[2], types.int32)
+        text = (
+            "{\n.reg .pred less;\n.reg .s32 found;\nagain:\n"
+            "ld.acquire.gpu.global.s32 found, [$0];\n"
+            "setp.lt.s32 less, found, $1;\n@less bra again;\n}"
+        )
+        _assembly(builder, ir.VoidType(), text, "l,r", [at, count], memory=True)
+        return context.get_dummy_value()
+
+    return types.void(counters, index, n), codegen
+
+
 # -- wgmma: matrix products by a warpgroup (sm_90a) -----------------------------------
 #
 # The 128 threads of a warpgroup (four warps; the first one's number is a multiple of 4)
@@ -1105,17 +1139,57 @@ def wgmma_m64n256k16_bf16_from_registers(typingctx, acc, a, first, b, b_offset):
 
         def text(d, given):
             *a, b, b_offset = given
-            return (
-                "{\n" + _descriptor("b", b, b_offset) + "wgmma.fence.sync.aligned;\n"
-                "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
-                f"{d}, {{{', '.join(a)}}}, b, 1, 1, 1, 1;\n}}"
-            )
+            return _product_from_registers(d, a, b, b_offset)
 
         constraints = "r,r,r,r,r,n"
         _tied(context, builder, text, (acc, args[0], 128), operands, constraints)
         return context.get_dummy_value()
 
     return signature, codegen
+
+
+@intrinsic
+def wgmma_4_m64n256k16_bf16_from_registers(typingctx, acc, a, b):
+    """``wgmma.fence``, and four such `wgmma` in a row, for 64 of k.
+
+    acc : 128 float32; changed
+    a : a local array of 16 uint32, 4 for each `wgmma`
+    b : descriptor of a 64x256 matrix, MN-major in shared memory (4 pieces)
+
+    In one text, because the assembler puts a fence (and a group's end) before each of
+    them if it finds copies of A's registers in between.
+    """
+    _check_registers("acc", acc, types.float32)
+    _check_registers("a", a, types.uint32)
+
+    def codegen(context, builder, signature, args):
+        slots = _registers(context, builder, a, args[1], 16)
+        operands = [builder.load(slot) for slot in slots]
+        operands += [args[2]]
+
+        def text(d, given):
+            *registers, b = given
+            products = [
+                _product_from_registers(d, registers[4 * n : 4 * n + 4], b, 128 * n)
+                for n in range(4)
+            ]
+            return "wgmma.fence.sync.aligned;\n" + "\n".join(products)
+
+        constraints = "r," * 16 + "r"
+        _tied(context, builder, text, (acc, args[0], 128), operands, constraints)
+        return context.get_dummy_value()
+
+    return types.void(acc, a, types.uint32), codegen
+
+
+def _product_from_registers(d: str, a: list[str], b: str, b_offset: Any) -> str:
+    """PTX of one `wgmma` with A in registers."""
+    return (
+        "{\n"
+        + _descriptor("b", b, b_offset)
+        + "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+        f"{d}, {{{', '.join(a)}}}, b, 1, 1, 1, 1;\n}}"
+    )
 
 
 def _as_uint32(context: Any, builder: Any, kinds: Any, values: Any) -> list[Any]:
@@ -1194,6 +1268,17 @@ def _(lane, acc, a, a_offset, b, b_offset):
 
 @emulation(wgmma_m64n256k16_bf16_from_registers)
 def _(lane, acc, a, first, b, b_offset):
-    hopper.fence_products(lane)
     registers = a[first], a[first + 1], a[first + 2], a[first + 3]
     hopper.multiply(lane, acc, registers, _whole(b, b_offset), n=256, b_rows=True)
+
+
+@emulation(wgmma_4_m64n256k16_bf16_from_registers)
+def _(lane, acc, a, b):
+    hopper.fence_products(lane)
+    for n in range(4):
+        registers = a[4 * n], a[4 * n + 1], a[4 * n + 2], a[4 * n + 3]
+        b_there = _whole(b, 128 * n)
+        hopper.multiply(lane, acc, registers, b_there, n=256, b_rows=True)
+
+
+emulation(wait_for_at_least)(hopper.wait_for_at_least)

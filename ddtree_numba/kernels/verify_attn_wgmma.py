@@ -35,6 +35,8 @@ from ddtree_numba.kernels.ptx import (
     setmaxnreg_inc,
     st_global_v2_f32,
     stmatrix_x4,
+    wait_for_at_least,
+    wgmma_4_m64n256k16_bf16_from_registers,
     wgmma_commit_group,
     wgmma_descriptor,
     wgmma_fence,
@@ -47,6 +49,7 @@ from ddtree_numba.kernels.verify_attn import (
     FULL_WARP,
     LN_2,
     MINUS_INF,
+    WARP,
     ZERO,
     is_padding,
     load4,
@@ -84,13 +87,24 @@ EVEN_RIGHT_FREE = EVEN_LEFT_FREE + 1
 ODD_LEFT_FREE = EVEN_LEFT_FREE + 2
 ODD_RIGHT_FREE = EVEN_LEFT_FREE + 3
 QUERIES_FREE = EVEN_LEFT_FREE + 4
-BARRIERS_END = QUERIES_FREE + 1
-DYNAMIC_SHARED = 8 * BARRIERS_END
+MERGES_KNOWN = QUERIES_FREE + 1
+BARRIERS_END = MERGES_KNOWN + 1
+# Behind them what `write_plan` writes, in int32.
+ROUNDS = 2 * BARRIERS_END
+WORKERS, REST_AT, REST, PART_LENGTH, PART_AT = range(ROUNDS + 1, ROUNDS + 6)
+MERGES = PART_AT + 3  # of two row tiles: parts, first block, request, row tile
+DYNAMIC_SHARED = 4 * (MERGES + 8)
+# When all tiles of keys are done with, in float32 over their place: for `weigh_parts`.
+QUARTERS = EVEN // 2
+PART_TOTALS = QUARTERS + CONSUMERS
+PART_TOPS = PART_TOTALS + CONSUMERS
+FACTORS = PART_TOPS + ROWS
 
 # Named barriers (0 is that of the whole block).
 EVEN_READY, ODD_READY, TURN, BOTH, EVEN_ALONE, ODD_ALONE = 1, 2, 3, 4, 5, 6
 
 NO_TOP = np.float32(-1e30)  # finite, so that -inf - NO_TOP is no NaN
+ALL_SEEN = np.uint32(0xFFFFFFFF)
 MARGIN = np.float32(8.0)  # in powers of 2; see `raise_top`
 LOADER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # 40 · 128 + 232 · 256 < 65536
 ONE = np.float32(1.0)
@@ -100,7 +114,9 @@ MAX_STEP = 1 << 40  # of a tensor map, in bytes
 MAX_UNITS = (1 << 31) - 1
 SPLIT_COST = 8  # what it costs to post and merge a split tile, in tiles of keys
 LEAST = 6  # tiles of keys that are worth a block of their own
-SLICES = 32  # blocks that merge a tile: 256 threads with four sums each
+SLICES = 32  # of a row tile's sums: 256 threads with four each
+SLICE = 4 * CONSUMERS
+POSTED = SLICES * SLICE  # sums of a part
 
 
 class Memory(NamedTuple):
@@ -108,6 +124,7 @@ class Memory(NamedTuple):
 
     shared: Any  # u16
     words: Any  # u32
+    ints: Any  # i32
     floats: Any  # f32
     barriers: Any  # u64
 
@@ -126,8 +143,8 @@ class Request(NamedTuple):
     """What a thread needs to know of its two rows and their keys."""
 
     b: Any
-    packed: Any  # the upper row's number in the request
-    heads: Any
+    node0: Any  # tree row of the upper row …
+    node1: Any  # … and of the lower
     prefix_len: Any
     n_keys: Any
 
@@ -139,7 +156,10 @@ def device(function: Any) -> Any:
 
 # ----------------------------------------------------------------------------- schedule
 # The tiles of keys of all row tiles of all requests make one long line, request by
-# request and row tile by row tile. It is cut into one part a block.
+# request and row tile by row tile. Blocks take whole row tiles from it, in rounds of
+# one for every block; so few requests are under way at a time, and the L2 cache holds
+# them. What is left, less than a row tile for every block, is cut in even parts.
+# Where requests differ much in length, all of the line is cut that way.
 
 
 @device
@@ -174,30 +194,60 @@ def survey(prefix_lens, room, n_rows):
 
 
 @device
-def plan(total, longest, batch, row_tiles, blocks, n_splits):
-    """How many blocks get work, and how many row tiles each if none is cut.
-
-    n_splits : in how many parts a row tile is cut on average; 0 to choose it
-
-    Returns (workers, 0) if the line is cut in even parts, or (workers, row tiles each)
-    where whole row tiles end about as soon: nothing is then posted and merged.
-    """
-    tiles, units = np.int32(batch * row_tiles), np.int32(total * row_tiles)
-    if n_splits > 0:
-        return np.int32(min(blocks, units)), np.int32(0)
-    rounds = divide(tiles + blocks - 1, blocks)
-    if rounds * longest <= divide(units, blocks) + SPLIT_COST:
-        return divide(tiles + rounds - 1, rounds), rounds
-    parts = max(divide(units, LEAST * tiles), 1)
-    return np.int32(min(blocks, tiles * parts)), np.int32(0)
+def line_offset(row_tile, prefix_lens, room, n_rows, row_tiles):
+    """How many tiles of keys are before a row tile, counted over all requests."""
+    b, offset = np.int32(0), np.int32(0)
+    while row_tile >= row_tiles:
+        offset = np.int32(offset + row_tiles * key_tiles(prefix_lens, b, room, n_rows))
+        b, row_tile = np.int32(b + 1), np.int32(row_tile - row_tiles)
+    if row_tile > 0:
+        offset = np.int32(offset + row_tile * key_tiles(prefix_lens, b, room, n_rows))
+    return offset
 
 
 @device
-def cut_at(units, worker, workers):
-    """Where a worker's part of the line begins, if the line is cut in even parts."""
-    each = divide(units, workers)
-    rest = np.int32(units - each * workers)
+def plan(prefix_lens, room, n_rows, row_tiles, n_splits, blocks):
+    """How the line is shared out.
+
+    Returns (rounds of whole row tiles, blocks that get a part of the rest, where the
+    rest begins, its length).
+    """
+    total, longest = survey(prefix_lens, room, n_rows)
+    tiles, units = prefix_lens.size * row_tiles, total * row_tiles
+    if n_splits > 0:
+        return np.int32(0), np.int32(min(blocks, units)), np.int32(0), np.int32(units)
+    rounds = np.int32(0)
+    if tiles >= blocks and 8 * units >= 7 * np.int64(longest) * tiles:
+        rounds = divide(tiles, blocks)
+    rest_tiles = tiles - rounds * blocks
+    begin = np.int32(0)
+    if rounds > 0:
+        begin = line_offset(
+            np.int32(rounds * blocks), prefix_lens, room, n_rows, row_tiles
+        )
+    rest = np.int32(units - begin)
+    more = np.int32(min(rest_tiles, 1))
+    if rest_tiles > blocks:
+        more = divide(rest_tiles + blocks - 1, blocks)
+    if (more * np.int64(longest) - SPLIT_COST) * blocks <= rest:
+        return np.int32(rounds + more), np.int32(0), begin, rest
+    parts = max(divide(rest, LEAST * rest_tiles), 1)
+    return rounds, np.int32(min(blocks, rest_tiles * parts)), begin, rest
+
+
+@device
+def cut(length, workers, worker):
+    """Where a worker's part begins, if so many workers share a length evenly."""
+    each = divide(length, workers)
+    rest = length - each * workers
     return np.int32(each * worker + divide(rest * worker, workers))
+
+
+@device
+def owner(length, workers, place):
+    """The worker to whose part a place belongs: `cut` backwards."""
+    top = np.uint64(place + 1) * np.uint64(workers) - np.uint64(1)
+    return np.int32(top // np.uint64(length))
 
 
 @device
@@ -214,39 +264,62 @@ def locate(unit, prefix_lens, room, n_rows, row_tiles):
 
 
 @device
-def next_row_tile(b, row_tile, row_tiles):
-    """The row tile behind one: request and number."""
-    if row_tile + 1 == row_tiles:
-        return np.int32(b + 1), np.int32(0)
-    return b, np.int32(row_tile + 1)
+def write_plan(ints, prefix_lens, room, n_rows, row_tiles, n_splits, worker, blocks):
+    """Write down for the block what it has to do; by one thread."""
+    rounds, workers, begin, rest = plan(
+        prefix_lens, room, n_rows, row_tiles, n_splits, blocks
+    )
+    ints[ROUNDS], ints[WORKERS] = rounds, workers
+    ints[REST_AT], ints[REST] = begin, rest
+    b, row_tile, tile, length = np.int32(0), np.int32(0), np.int32(0), np.int32(0)
+    if worker < workers:
+        first = cut(rest, workers, worker)
+        length = np.int32(cut(rest, workers, worker + 1) - first)
+        b, row_tile, tile = locate(
+            np.int32(begin + first), prefix_lens, room, n_rows, row_tiles
+        )
+    ints[PART_LENGTH] = length
+    ints[PART_AT], ints[PART_AT + 1], ints[PART_AT + 2] = b, row_tile, tile
 
 
 @device
-def assignment(prefix_lens, room, n_rows, row_tiles, n_splits, worker, blocks):
-    """A worker's part of the line.
+def begin_step(ints, prefix_lens, room, n_rows, row_tiles, step):
+    """What the block does in a step: a whole row tile each, then its part of the rest.
 
-    Returns where it begins (request, row tile, tile of keys) and how many tiles of keys
-    it has, 0 for a block without work.
+    Returns request, row tile, tile of keys, and how many tiles of keys; 0 at the end.
     """
-    total, longest = survey(prefix_lens, room, n_rows)
-    batch = np.int32(prefix_lens.size)
-    workers, whole = plan(total, longest, batch, row_tiles, blocks, n_splits)
-    left = np.int32(0)
-    if worker >= workers:
-        return left, left, left, left
-    if whole == 0:
-        units = np.int32(total * row_tiles)
-        begin = cut_at(units, worker, workers)
-        left = np.int32(cut_at(units, worker + 1, workers) - begin)
-        b, row_tile, tile = locate(begin, prefix_lens, room, n_rows, row_tiles)
-        return b, row_tile, tile, left
-    b = divide(whole * worker, row_tiles)
-    row_tile = np.int32(whole * worker - b * row_tiles)
-    at, there = b, row_tile
-    for _ in range(min(whole, batch * row_tiles - whole * worker)):
-        left = np.int32(left + key_tiles(prefix_lens, at, room, n_rows))
-        at, there = next_row_tile(at, there, row_tiles)
-    return b, row_tile, np.int32(0), left
+    rounds = ints[ROUNDS]
+    if step < rounds:
+        number = np.int32(step * cuda.gridDim.x + cuda.blockIdx.x)
+        b = divide(number, row_tiles)
+        if b < prefix_lens.size:
+            count = key_tiles(prefix_lens, b, room, n_rows)
+            return b, np.int32(number - b * row_tiles), np.int32(0), count
+    elif step == rounds:
+        return (
+            np.int32(ints[PART_AT]),
+            np.int32(ints[PART_AT + 1]),
+            np.int32(ints[PART_AT + 2]),
+            np.int32(ints[PART_LENGTH]),
+        )
+    return np.int32(0), np.int32(0), np.int32(0), np.int32(0)
+
+
+@device
+def advance(
+    ints, prefix_lens, room, n_rows, row_tiles, b, row_tile, tile, left, count, step
+):
+    """What comes after `count` tiles of keys: as `begin_step`, and the step."""
+    left = np.int32(left - count)
+    if left > 0:  # the next row tile of the same part
+        if row_tile + 1 == row_tiles:
+            return np.int32(b + 1), np.int32(0), np.int32(0), left, step
+        return b, np.int32(row_tile + 1), np.int32(0), left, step
+    step = np.int32(step + 1)
+    b, row_tile, tile, left = begin_step(
+        ints, prefix_lens, room, n_rows, row_tiles, step
+    )
+    return b, row_tile, tile, left, step
 
 
 # --------------------------------------------------------------------------------- load
@@ -293,13 +366,15 @@ def load_right(memory, at, arrived, tensor_map, row, request):
 
 
 @device
-def score_piece(memory, scores, at, arrived, parity, piece, adds, first, row_tile):
+def score_piece(
+    memory, scores, at, arrived, parity, piece, adds, first, queries_parity
+):
     """Add the products of 64 columns, as soon as they have arrived.
 
-    first : whether the queries may be on the way too; row_tile : their parity
+    first : whether the queries may be on the way too
     """
     if first:
-        mbarrier_wait(memory.barriers, QUERIES_ARRIVED + piece, row_tile)
+        mbarrier_wait(memory.barriers, QUERIES_ARRIVED + piece, queries_parity)
     mbarrier_wait(memory.barriers, arrived + piece, parity)
     queries = wgmma_descriptor(memory.shared, QUERIES)
     keys = wgmma_descriptor(memory.shared, at)
@@ -311,38 +386,38 @@ def score_piece(memory, scores, at, arrived, parity, piece, adds, first, row_til
 
 
 @device
-def score_even_left(memory, scores, parity, first, row_tile):
+def score_even_left(memory, scores, parity, first, queries_parity):
     """Begin the scores of an even tile with the columns on the left."""
-    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 0, 0, first, row_tile)
-    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 1, 1, first, row_tile)
-    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 2, 1, first, row_tile)
-    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 3, 1, first, row_tile)
+    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 0, 0, first, queries_parity)
+    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 1, 1, first, queries_parity)
+    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 2, 1, first, queries_parity)
+    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 3, 1, first, queries_parity)
     wgmma_commit_group()
 
 
 @device
-def score_even_rest(memory, scores, parity, first, row_tile):
+def score_even_rest(memory, scores, parity, first, queries_parity):
     """Complete them with the rope columns and those on the right."""
-    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 8, 1, first, row_tile)
-    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 4, 1, first, row_tile)
-    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 5, 1, first, row_tile)
-    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 6, 1, first, row_tile)
-    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 7, 1, first, row_tile)
+    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 8, 1, first, queries_parity)
+    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 4, 1, first, queries_parity)
+    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 5, 1, first, queries_parity)
+    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 6, 1, first, queries_parity)
+    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 7, 1, first, queries_parity)
     wgmma_commit_group()
 
 
 @device
-def score_odd(memory, scores, parity, first, row_tile):
+def score_odd(memory, scores, parity, first, queries_parity):
     """The scores of an odd tile, whose right half is free, and loaded, first."""
-    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 4, 0, first, row_tile)
-    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 5, 1, first, row_tile)
-    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 6, 1, first, row_tile)
-    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 7, 1, first, row_tile)
-    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 0, 1, first, row_tile)
-    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 1, 1, first, row_tile)
-    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 2, 1, first, row_tile)
-    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 3, 1, first, row_tile)
-    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 8, 1, first, row_tile)
+    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 4, 0, first, queries_parity)
+    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 5, 1, first, queries_parity)
+    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 6, 1, first, queries_parity)
+    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 7, 1, first, queries_parity)
+    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 0, 1, first, queries_parity)
+    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 1, 1, first, queries_parity)
+    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 2, 1, first, queries_parity)
+    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 3, 1, first, queries_parity)
+    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 8, 1, first, queries_parity)
     wgmma_commit_group()
 
 
@@ -352,20 +427,22 @@ def score_odd(memory, scores, parity, first, row_tile):
 @device
 def visibility_word(visibility, b, row, n):
     """Word n of a row's bits: before them all are seen, behind them nothing is."""
+    words = np.int32(visibility.shape[2])
+    word = visibility[b, row, min(max(n, 0), words - 1)]
     if n < 0:
-        return np.uint32(0xFFFFFFFF)
-    if n >= visibility.shape[2]:
-        return np.uint32(0)
-    return visibility[b, row, n]
+        word = ALL_SEEN
+    if n >= words:
+        word = np.uint32(0)
+    return word
 
 
 @device
 def window(visibility, b, row, start, count):
-    """The 64 bits of a row from tail column `start` on (maybe negative), first `count`.
+    """64 bits of a row from tail column `start` (maybe negative) on; 0 from `count` on.
 
     Returned as two uint32.
     """
-    n, shift = start >> 5, np.uint32(start & 31)
+    n, shift = np.int32(start >> 5), np.uint64(start & 31)
     w0 = visibility_word(visibility, b, row, n)
     w1 = visibility_word(visibility, b, row, n + 1)
     w2 = visibility_word(visibility, b, row, n + 2)
@@ -373,23 +450,30 @@ def window(visibility, b, row, start, count):
     high = np.uint32((np.uint64(w2) << np.uint64(32) | np.uint64(w1)) >> shift)
     if count < 32:
         high = np.uint32(0)
-        low &= (np.uint32(1) << np.uint32(count)) - np.uint32(1)
+        low &= (np.uint32(1) << np.uint32(max(count, 0))) - np.uint32(1)
     elif count < 64:
         high &= (np.uint32(1) << np.uint32(count - 32)) - np.uint32(1)
     return low, high
 
 
 @device
-def tree_row(request, visibility, r):
-    """The tree row of packed row g + 8r; beyond the last, the last."""
-    return min((request.packed + 8 * r) // request.heads, visibility.shape[1] - 1)
+def look(visibility, request, key0):
+    """Which of a tile's keys the thread's two rows see: two uint32 each.
+
+    Of a tile of the prefix nobody asks, so nothing is looked up.
+    """
+    low0, high0, low1, high1 = ALL_SEEN, ALL_SEEN, ALL_SEEN, ALL_SEEN
+    start = np.int32(key0 - request.prefix_len)
+    if start + KEYS > 0:
+        count = np.int32(request.n_keys - key0)
+        low0, high0 = window(visibility, request.b, request.node0, start, count)
+        low1, high1 = window(visibility, request.b, request.node1, start, count)
+    return low0, high0, low1, high1
 
 
 @device
-def hide(scores, visibility, b, row, r, t, key0, prefix_len, n_keys):
-    """Set scores of row g + 8r to -inf where it does not see the key."""
-    start, count = np.int32(key0 - prefix_len), np.int32(n_keys - key0)
-    low, high = window(visibility, b, row, start, count)
+def hide(scores, r, t, low, high):
+    """Set scores of row g + 8r to -inf where its bits say that it does not see."""
     low, high = low >> np.uint32(2 * t), high >> np.uint32(2 * t)
     for j in range(4):
         for e in range(2):
@@ -429,13 +513,13 @@ def clear_non_finite(words, at, thread):
 
 
 @device
-def mask(memory, thread, request, visibility, scores, at, key0, alone):
+def mask(memory, thread, request, seen, scores, at, key0, alone):
     """Hide what the rows do not see, and clear values that they must not meet.
 
     Only tiles with keys of the tail have any. A value that is no number makes the
     scores of its key inf or NaN in every row: only then are the values looked at.
 
-    alone : the barrier of this warpgroup alone
+    seen : what `look` returned; alone : the barrier of this warpgroup alone
     """
     if key0 + KEYS <= request.prefix_len:
         return
@@ -443,19 +527,8 @@ def mask(memory, thread, request, visibility, scores, at, key0, alone):
         clear_non_finite(memory.words, at // 2, thread.number)
         fence_proxy_async()
         bar_sync(alone, GROUP)  # the values are clear for all
-    for r in range(2):
-        node = tree_row(request, visibility, r)
-        hide(
-            scores,
-            visibility,
-            request.b,
-            node,
-            r,
-            thread.t,
-            key0,
-            request.prefix_len,
-            request.n_keys,
-        )
+    hide(scores, 0, thread.t, seen[0], seen[1])
+    hide(scores, 1, thread.t, seen[2], seen[3])
 
 
 # ------------------------------------------------------------------------------ softmax
@@ -575,11 +648,7 @@ def passed(x0, y0, x1, y1):
 @device
 def add_own(sums, weights, values):
     """Add weights · values for the 64 keys whose weights this warpgroup has."""
-    wgmma_fence(sums, 128)
-    wgmma_m64n256k16_bf16_from_registers(sums, weights, 0, values, 0)
-    wgmma_m64n256k16_bf16_from_registers(sums, weights, 4, values, 128)
-    wgmma_m64n256k16_bf16_from_registers(sums, weights, 8, values, 256)
-    wgmma_m64n256k16_bf16_from_registers(sums, weights, 12, values, 384)
+    wgmma_4_m64n256k16_bf16_from_registers(sums, weights, values)
     wgmma_commit_group()
 
 
@@ -600,11 +669,11 @@ def add_other(sums, weights, values):
 
 @device
 def weigh_even(
-    memory, thread, request, visibility, scores, weights, sums, top, total, fresh,
-    key0, scale, margin,
+    memory, thread, request, seen, scores, weights, sums, top, total, fresh, key0,
+    scale, margin,
 ):  # fmt: skip
     """Weights of an even tile, and the left half of its values, at the same time."""
-    mask(memory, thread, request, visibility, scores, EVEN, key0, EVEN_ALONE)
+    mask(memory, thread, request, seen, scores, EVEN, key0, EVEN_ALONE)
     x0, x1 = lane_max(scores, 0), lane_max(scores, 1)
     if passed(x0 * scale, top[0] + margin, x1 * scale, top[1] + margin):
         new0 = raise_top(top[0], x0, scale, margin)
@@ -649,35 +718,37 @@ def take_odd(memory, thread, sums, top, total):
 @device
 def compute_even(
     memory, thread, request, visibility, scores, weights, sums, top, total, fresh,
-    key0, count, parity, row_tile, scale, margin,
+    key0, count, parity, queries_parity, scale, margin,
 ):  # fmt: skip
     """Warpgroup 0's share of `count` tiles of keys; returns the next tile's parity."""
     pairs = count >> 1
-    score_even_left(memory, scores, parity, True, row_tile)
-    score_even_rest(memory, scores, parity, True, row_tile)
+    score_even_left(memory, scores, parity, True, queries_parity)
+    score_even_rest(memory, scores, parity, True, queries_parity)
+    seen = look(visibility, request, key0)
     wgmma_wait_group(0, scores, 32)
     parity = np.int32(parity ^ 1)
     for pair in range(((count + 1) >> 1) - 1):
         weigh_even(
-            memory, thread, request, visibility, scores, weights, sums, top, total,
-            fresh, key0, scale, margin,
+            memory, thread, request, seen, scores, weights, sums, top, total, fresh,
+            key0, scale, margin,
         )  # fmt: skip
         take_odd(memory, thread, sums, top, total)
-        score_even_left(memory, scores, parity, False, row_tile)
+        key0 = np.int32(key0 + 2 * KEYS)
+        score_even_left(memory, scores, parity, False, queries_parity)
         if pair < pairs - 1:  # the last even tile may have no odd one beside it
             bar_arrive(TURN, CONSUMERS)
         wgmma_wait_group(1, sums, 128)
         if thread.number == 0:
             mbarrier_arrive(memory.barriers, ODD_LEFT_FREE)
-        score_even_rest(memory, scores, parity, False, row_tile)
+        score_even_rest(memory, scores, parity, False, queries_parity)
+        seen = look(visibility, request, key0)
         wgmma_wait_group(0, scores, 32)
         parity = np.int32(parity ^ 1)
-        key0 = np.int32(key0 + 2 * KEYS)
     if thread.number == 0:
         mbarrier_arrive(memory.barriers, QUERIES_FREE)
     weigh_even(
-        memory, thread, request, visibility, scores, weights, sums, top, total, fresh,
-        key0, scale, margin,
+        memory, thread, request, seen, scores, weights, sums, top, total, fresh, key0,
+        scale, margin,
     )  # fmt: skip
     if count & 1 == 0:
         take_odd(memory, thread, sums, top, total)
@@ -705,11 +776,11 @@ def take_even(memory, thread, sums, top, total):
 
 @device
 def weigh_odd(
-    memory, thread, request, visibility, scores, weights, sums, top, total, fresh,
-    key0, scale, margin,
+    memory, thread, request, seen, scores, weights, sums, top, total, fresh, key0,
+    scale, margin,
 ):  # fmt: skip
     """Weights of an odd tile, and the right halves of both tiles' values."""
-    mask(memory, thread, request, visibility, scores, ODD, key0, ODD_ALONE)
+    mask(memory, thread, request, seen, scores, ODD, key0, ODD_ALONE)
     x0, x1 = lane_max(scores, 0), lane_max(scores, 1)
     new0, new1 = top[0], top[1]
     if passed(x0 * scale, new0 + margin, x1 * scale, new1 + margin):
@@ -746,30 +817,34 @@ def weigh_odd(
 @device
 def compute_odd(
     memory, thread, request, visibility, scores, weights, sums, top, total, fresh,
-    key0, count, parity, row_tile, scale, margin,
+    key0, count, parity, queries_parity, scale, margin,
 ):  # fmt: skip
     """Warpgroup 1's share of `count` tiles of keys; returns the next tile's parity."""
     pairs = count >> 1
+    key0 = np.int32(key0 + KEYS)
+    seen = ALL_SEEN, ALL_SEEN, ALL_SEEN, ALL_SEEN
     if pairs > 0:
-        score_odd(memory, scores, parity, True, row_tile)
+        score_odd(memory, scores, parity, True, queries_parity)
+        seen = look(visibility, request, key0)
         wgmma_wait_group(0, scores, 32)
         parity = np.int32(parity ^ 1)
         for _ in range(pairs - 1):
             weigh_odd(
-                memory, thread, request, visibility, scores, weights, sums, top, total,
-                fresh, key0 + KEYS, scale, margin,
+                memory, thread, request, seen, scores, weights, sums, top, total, fresh,
+                key0, scale, margin,
             )  # fmt: skip
             bar_sync(TURN, CONSUMERS)  # keeps this group half a softmax behind
-            score_odd(memory, scores, parity, False, row_tile)
+            key0 = np.int32(key0 + 2 * KEYS)
+            score_odd(memory, scores, parity, False, queries_parity)
+            seen = look(visibility, request, key0)
             wgmma_wait_group(0, scores, 32)
             parity = np.int32(parity ^ 1)
-            key0 = np.int32(key0 + 2 * KEYS)
     if thread.number == 0:
         mbarrier_arrive(memory.barriers, QUERIES_FREE)
     if pairs > 0:
         weigh_odd(
-            memory, thread, request, visibility, scores, weights, sums, top, total,
-            fresh, key0 + KEYS, scale, margin,
+            memory, thread, request, seen, scores, weights, sums, top, total, fresh,
+            key0, scale, margin,
         )  # fmt: skip
     if count & 1 != 0:
         bar_sync(EVEN_READY, CONSUMERS)  # weights of the last even tile are there
@@ -791,9 +866,9 @@ def combine_totals(memory, thread, request, visibility, total, group):
         total[1] += cuda.shfl_xor_sync(FULL_WARP, total[1], distance)
     at = TOTALS + thread.row
     if thread.t == 0:
-        if is_padding(visibility, request.b, tree_row(request, visibility, 0)):
+        if is_padding(visibility, request.b, request.node0):
             total[0] = ZERO
-        if is_padding(visibility, request.b, tree_row(request, visibility, 1)):
+        if is_padding(visibility, request.b, request.node1):
             total[1] = ZERO
         memory.floats[at + group * ROWS] = total[0]
         memory.floats[at + group * ROWS + 8] = total[1]
@@ -803,23 +878,29 @@ def combine_totals(memory, thread, request, visibility, total, group):
 
 
 @device
-def write_quarter(sums, first, out, b, row, column, factor0, factor1):
-    """Write 64 columns of rows `row` and `row` + 8, if there are such, times a factor.
+def write_pairs(sums, n, out, b, row, column, factor0, factor1):
+    """Write sums[n : n + 2] to row `row` and two more to `row` + 8, if they exist.
 
     A factor of 0 means a row that saw nothing, whatever its sums are.
     """
     if row < out.shape[1]:
-        for j in range(8):
-            x, y = sums[first + 4 * j] * factor0, sums[first + 4 * j + 1] * factor0
-            if factor0 == ZERO:
-                x, y = ZERO, ZERO
-            st_global_v2_f32(out, (b, row, column + 8 * j), x, y)
+        x, y = sums[n] * factor0, sums[n + 1] * factor0
+        if factor0 == ZERO:
+            x, y = ZERO, ZERO
+        st_global_v2_f32(out, (b, row, column), x, y)
     if row + 8 < out.shape[1]:
-        for j in range(8):
-            x, y = sums[first + 4 * j + 2] * factor1, sums[first + 4 * j + 3] * factor1
-            if factor1 == ZERO:
-                x, y = ZERO, ZERO
-            st_global_v2_f32(out, (b, row + 8, column + 8 * j), x, y)
+        x, y = sums[n + 2] * factor1, sums[n + 3] * factor1
+        if factor1 == ZERO:
+            x, y = ZERO, ZERO
+        st_global_v2_f32(out, (b, row + 8, column), x, y)
+
+
+@device
+def write_quarter(sums, first, out, b, row, column, factor0, factor1):
+    """Write 64 columns of rows `row` and `row` + 8, each times a factor."""
+    for j in range(8):
+        at = column + 8 * j
+        write_pairs(sums, first + 4 * j, out, b, row, at, factor0, factor1)
 
 
 @device
@@ -850,105 +931,283 @@ def write(sums, top, total, out, lse, b, row, column):
 
 
 @device
-def post_quarter(sums, first, posted, number):
+def post_quarter(sums, first, posted, at):
     for j in range(8):
         n = first + 4 * j
         x, y, z, w = sums[n], sums[n + 1], sums[n + 2], sums[n + 3]
-        store4(posted[n // 4], 4 * number, x, y, z, w)
+        store4(posted, at + SLICE * (n // 4), x, y, z, w)
 
 
 @device
-def post(sums, top, total, posted, tops, totals, number, row, t):
-    """Write a part of a row tile for `merge_parts`, in the order of the registers.
+def post(sums, top, total, posted, tops, totals, place, number, row, t, mine, parts):
+    """Write a part of a row tile for the others, in the order of the registers.
 
-    posted [32, 1024] f32, tops and totals [64] f32
+    place : number of the part. The quarters that block `mine` of `parts` will sum
+    itself are left out; -1 if it will not.
     """
-    post_quarter(sums, 0, posted, number)
-    post_quarter(sums, 32, posted, number)
-    post_quarter(sums, 64, posted, number)
-    post_quarter(sums, 96, posted, number)
+    at = np.int64(place) * POSTED + 4 * number
+    if merger(0, parts) != mine:
+        post_quarter(sums, 0, posted, at)
+    if merger(1, parts) != mine:
+        post_quarter(sums, 32, posted, at)
+    if merger(2, parts) != mine:
+        post_quarter(sums, 64, posted, at)
+    if merger(3, parts) != mine:
+        post_quarter(sums, 96, posted, at)
     if number < GROUP and t == 0:
-        tops[row], totals[row] = top[0], total[0]
-        tops[row + 8], totals[row + 8] = top[1], total[1]
+        at = place * ROWS + row
+        tops[at], totals[at] = top[0], total[0]
+        tops[at + 8], totals[at + 8] = top[1], total[1]
+
+
+@device
+def merger(quarter, parts):
+    """Which of up to four blocks sums a quarter of the columns of their row tile."""
+    return quarter * parts >> 2
 
 
 # ------------------------------------------------------------------------------- merge
+# The blocks that have parts of a row tile bring them together: each posts its part,
+# counts itself, waits for the others, and sums a share of the tile's slices.
 
 
-@cuda.jit
-def wgmma_merge_kernel(
-    room,  # i32: S_max
-    prefix_lens,  # [B] i32
-    n_rows,  # i32: N
-    n_splits,  # i32: as for wgmma_kernel
-    blocks,  # i32: of wgmma_kernel
-    posted,  # [2·blocks, 32, 1024] f32
-    tops,  # [2·blocks, 64] f32
-    totals,  # [2·blocks, 64] f32
-    out,  # out [B, R, 512] f32
-    lse,  # out [B, R] f32
-):
-    """Bring the parts of every row tile together that was cut.
+@device
+def place_of(part, first):
+    """Where a part was posted: one that begins the tile in a block's second place."""
+    return np.int32(2 * (first + part) + (1 if part == 0 else 0))
 
-    A block a cut and a slice of the output: 256 threads with four sums each.
+
+@device
+def weigh_parts(memory, number, first, parts, tops, totals):
+    """Every part's factor in every row, and the rows' tops and totals, for all to read.
+
+    Four threads share a row, and each asks for eight parts at a time.
     """
-    number = np.int32(cuda.threadIdx.x)
-    lane = number & 31
-    cut, part = np.int32(cuda.blockIdx.x // SLICES + 1), cuda.blockIdx.x % SLICES
-    row_tiles = np.int32((out.shape[1] + ROWS - 1) // ROWS)
-    total_tiles, longest = survey(prefix_lens, room, n_rows)
-    batch = np.int32(prefix_lens.size)
-    workers, whole = plan(total_tiles, longest, batch, row_tiles, blocks, n_splits)
-    if whole > 0 or cut >= workers:
-        return
-    units = np.int32(total_tiles * row_tiles)
-    unit = cut_at(units, cut, workers)
-    b, row_tile, tile = locate(unit, prefix_lens, room, n_rows, row_tiles)
-    begin = unit - tile
-    if tile == 0 or cut_at(units, cut - 1, workers) > begin:
-        return  # between two row tiles, or not the first cut in this one
-    end = begin + key_tiles(prefix_lens, b, room, n_rows)
-    last = cut
-    while cut_at(units, last + 1, workers) < end:
-        last = np.int32(last + 1)
-
-    row = ((number >> 5) & 3) * 16 + (lane >> 2)  # as in wgmma_kernel
-    column = (number >> 7) * 256 + part * 8 + (lane & 3) * 2
-    acc = cuda.local.array(4, np.float32)
-    top0, top1, total0, total1 = NO_TOP, NO_TOP, ZERO, ZERO
+    row, quarter = number & 63, number >> 6
+    top = NO_TOP
+    for part0 in range(quarter, parts, 32):
+        for n in range(8):
+            at = place_of(min(part0 + 4 * n, parts - 1), first) * ROWS + row
+            top = cuda.libdevice.fmaxf(top, tops[at])
+    memory.floats[QUARTERS + number] = top
+    bar_sync(BOTH, CONSUMERS)  # four tops of every row are there
     for n in range(4):
-        acc[n] = ZERO
-    for worker in range(cut - 1, last + 1):
-        place = 2 * worker + (1 if worker == cut - 1 else 0)
-        top0 = cuda.libdevice.fmaxf(top0, tops[place, row])
-        top1 = cuda.libdevice.fmaxf(top1, tops[place, row + 8])
-    for worker in range(cut - 1, last + 1):
-        place = 2 * worker + (1 if worker == cut - 1 else 0)
-        factor0 = ex2_approx(tops[place, row] - top0)
-        factor1 = ex2_approx(tops[place, row + 8] - top1)
-        w, x, y, z = load4(posted[place, part], 4 * number)
-        total0 += factor0 * totals[place, row]
-        total1 += factor1 * totals[place, row + 8]
-        acc[0] += factor0 * w
-        acc[1] += factor0 * x
-        acc[2] += factor1 * y
-        acc[3] += factor1 * z
-    packed = row_tile * ROWS + row
-    factor0, factor1 = inverse(total0), inverse(total1)
-    if packed < out.shape[1]:
-        x, y = acc[0] * factor0, acc[1] * factor0
-        if factor0 == ZERO:
-            x, y = ZERO, ZERO
-        st_global_v2_f32(out, (b, packed, column), x, y)
-        if column == 0:
-            lse[b, packed] = log_sum(top0, total0)
-    if packed + 8 < out.shape[1]:
-        x, y = acc[2] * factor1, acc[3] * factor1
-        if factor1 == ZERO:
-            x, y = ZERO, ZERO
-        st_global_v2_f32(out, (b, packed + 8, column), x, y)
-        if column == 0:
-            lse[b, packed + 8] = log_sum(top1, total1)
+        top = cuda.libdevice.fmaxf(top, memory.floats[QUARTERS + 64 * n + row])
+    total = ZERO
+    for part0 in range(quarter, parts, 32):
+        for n in range(8):
+            at = place_of(min(part0 + 4 * n, parts - 1), first) * ROWS + row
+            factor = ex2_approx(tops[at] - top)
+            more = totals[at]
+            if part0 + 4 * n < parts:
+                memory.floats[FACTORS + 64 * (part0 + 4 * n) + row] = factor
+                total += factor * more
+    memory.floats[PART_TOTALS + number] = total
+    if quarter == 0:
+        memory.floats[PART_TOPS + row] = top
+    bar_sync(BOTH, CONSUMERS)  # factors, tops, and four totals of every row, are there
+
+
+@device
+def total_of(floats, row):
+    """A row's total over all parts."""
+    at = PART_TOTALS + row
+    return (floats[at] + floats[at + 64]) + (floats[at + 128] + floats[at + 192])
+
+
+@device
+def add_part(floats, part, row, posted, first, a_slice, number, parts, acc):
+    """acc [4] += a part's four sums of this thread in a slice."""
+    here = min(part, parts - 1)
+    at = np.int64(place_of(here, first)) * POSTED + SLICE * a_slice + 4 * number
+    w, x, y, z = load4(posted, at)
+    factor0 = floats[FACTORS + 64 * here + row] if part < parts else ZERO
+    factor1 = floats[FACTORS + 64 * here + row + 8] if part < parts else ZERO
+    acc[0] += factor0 * w
+    acc[1] += factor0 * x
+    acc[2] += factor1 * y
+    acc[3] += factor1 * z
+
+
+@device
+def merge_slices(
+    memory, thread, number, posted, first, parts, begin, end, acc, out, b, row, column
+):
+    """Sum the parts' slices begin … end - 1 and write them; 16 loads at a time."""
+    floats = memory.floats
+    factor0 = inverse(total_of(floats, thread.row))
+    factor1 = inverse(total_of(floats, thread.row + 8))
+    for a_slice in range(begin, end):
+        for n in range(4):
+            acc[n] = ZERO
+        for part0 in range(0, parts, 16):
+            for n in range(16):
+                add_part(
+                    floats, part0 + n, thread.row, posted, first, a_slice, number,
+                    parts, acc,
+                )  # fmt: skip
+        at = column + 8 * a_slice
+        write_pairs(acc, 0, out, b, row, at, factor0, factor1)
+
+
+@device
+def merge_quarter(
+    memory, thread, number, posted, first, parts, mine, sums, quarter, out, b, row,
+    column,
+):  # fmt: skip
+    """Add the other parts to this block's own sums of 64 columns, and write them."""
+    floats = memory.floats
+    own = FACTORS + 64 * mine + thread.row
+    scale_quarter(sums, 32 * quarter, floats[own], floats[own + 8])
+    for half in range(2):
+        for other in range(3):
+            part = mine + 1 + other
+            if part >= parts:
+                part -= parts
+            factor0, factor1 = ZERO, ZERO
+            if other + 1 < parts:
+                factor0 = floats[FACTORS + 64 * part + thread.row]
+                factor1 = floats[FACTORS + 64 * part + thread.row + 8]
+            else:
+                part = mine
+            at = np.int64(place_of(part, first)) * POSTED + 4 * number
+            for j in range(4):
+                n = 32 * quarter + 16 * half + 4 * j
+                x, y, z, w = ZERO, ZERO, ZERO, ZERO
+                if other + 1 < parts:
+                    x, y, z, w = load4(posted, at + SLICE * (n // 4))
+                sums[n] += factor0 * x
+                sums[n + 1] += factor0 * y
+                sums[n + 2] += factor1 * z
+                sums[n + 3] += factor1 * w
+    factor0 = inverse(total_of(floats, thread.row))
+    factor1 = inverse(total_of(floats, thread.row + 8))
+    write_quarter(
+        sums, 32 * quarter, out, b, row, column + 64 * quarter, factor0, factor1
+    )
+
+
+@device
+def await_parts(memory, number, at, posted, tops, totals, counters):
+    """Wait until a row tile's parts are posted, and weigh them.
+
+    at : where `write_merges` wrote the row tile down. Returns how many parts, the block
+    of the first, which of them this block's is, request and row tile.
+    """
+    parts, first = np.int32(memory.ints[at]), np.int32(memory.ints[at + 1])
+    if number == 0:
+        wait_for_at_least(counters, 2 * first, parts)
+    bar_sync(BOTH, CONSUMERS)  # all parts are posted
+    weigh_parts(memory, number, first, parts, tops, totals)
+    mine = np.int32(np.int32(cuda.blockIdx.x) - first)
+    return parts, first, mine, memory.ints[at + 2], memory.ints[at + 3]
+
+
+@device
+def leave_parts(memory, thread, number, counters, parts, first, mine, lse, b, row):
+    """Write a merged row tile's lse, by the first block, and count out."""
+    if mine == 0 and number < GROUP and thread.t == 0:
+        for r in range(2):
+            if row + 8 * r < lse.shape[1]:
+                at = thread.row + 8 * r
+                top, total = memory.floats[PART_TOPS + at], total_of(memory.floats, at)
+                lse[b, row + 8 * r] = log_sum(top, total)
+    bar_sync(BOTH, CONSUMERS)  # factors, tops and totals have been read
+    if number == 0 and cuda.atomic.add(counters, 2 * first + 1, 1) == parts - 1:
+        # The last: nobody looks at the counters any more. Ready for the next launch.
+        counters[2 * first] = 0
+        counters[2 * first + 1] = 0
+
+
+@device
+def merge_kept(memory, thread, number, posted, tops, totals, counters, sums, out, lse):
+    """Merge the row tile whose part is still in the sums."""
+    parts, first, mine, b, row_tile = await_parts(
+        memory, number, MERGES, posted, tops, totals, counters
+    )
+    row = np.int32(row_tile * ROWS + thread.row)
+    column = np.int32((number >> 7) * 256 + thread.t * 2)
+    args = (memory, thread, number, posted, first, parts, mine, sums)
+    if merger(0, parts) == mine:
+        merge_quarter(*args, 0, out, b, row, column)
+    if merger(1, parts) == mine:
+        merge_quarter(*args, 1, out, b, row, column)
+    if merger(2, parts) == mine:
+        merge_quarter(*args, 2, out, b, row, column)
+    if merger(3, parts) == mine:
+        merge_quarter(*args, 3, out, b, row, column)
+    leave_parts(memory, thread, number, counters, parts, first, mine, lse, b, row)
+
+
+@device
+def merge_posted(
+    memory, thread, number, at, posted, tops, totals, counters, acc, out, lse
+):
+    """Merge a share of a row tile all of whose parts were posted."""
+    parts, first, mine, b, row_tile = await_parts(
+        memory, number, at, posted, tops, totals, counters
+    )
+    row = np.int32(row_tile * ROWS + thread.row)
+    column = np.int32((number >> 7) * 256 + thread.t * 2)
+    begin, end = divide(SLICES * mine, parts), divide(SLICES * (mine + 1), parts)
+    merge_slices(
+        memory, thread, number, posted, first, parts, begin, end, acc, out, b, row,
+        column,
+    )  # fmt: skip
+    leave_parts(memory, thread, number, counters, parts, first, mine, lse, b, row)
+
+
+@device
+def write_merges(ints, prefix_lens, room, n_rows, row_tiles):
+    """Write down which row tiles the block has a part of, but not all; by one thread.
+
+    At most two: first the one where its part of the rest ends, then where it begins.
+    """
+    workers, rest, length = ints[WORKERS], ints[REST], ints[PART_LENGTH]
+    begin = ints[REST_AT] + cut(rest, workers, np.int32(cuda.blockIdx.x))
+    tile_begin = np.int32(begin + length)
+    for n in range(2):
+        at = MERGES + 4 * n
+        ints[at], ints[at + 1], ints[at + 2], ints[at + 3] = 0, 0, 0, 0
+        unit = np.int32(begin + length - 1 if n == 0 else begin)
+        if unit < tile_begin:
+            b, row_tile, tile = locate(unit, prefix_lens, room, n_rows, row_tiles)
+            tiles = key_tiles(prefix_lens, b, room, n_rows)
+            tile_begin = np.int32(unit - tile)
+            if begin > tile_begin or tile_begin + tiles > begin + length:
+                place = tile_begin - ints[REST_AT]
+                first = owner(rest, workers, place)
+                ints[at] = owner(rest, workers, place + tiles - 1) - first + 1
+                ints[at + 1], ints[at + 2], ints[at + 3] = first, b, row_tile
+
+
+@device
+def merge_parts(
+    memory, thread, number, kept, posted, tops, totals, counters, sums, acc, out, lse
+):
+    """Bring together the row tiles that `write_merges` found.
+
+    kept : whether the part of the first one is still in the sums
+    """
+    mbarrier_wait(memory.barriers, MERGES_KNOWN, 0)
+    if number == 0:
+        cuda.threadfence()  # what the block posted comes before its counts
+        for n in range(2):  # count for both before waiting for either
+            if memory.ints[MERGES + 4 * n] > 0:
+                cuda.atomic.add(counters, 2 * memory.ints[MERGES + 4 * n + 1], 1)
+    begin = 0
+    if kept:
+        merge_kept(
+            memory, thread, number, posted, tops, totals, counters, sums, out, lse
+        )
+        begin = 1
+    for n in range(begin, 2):
+        at = MERGES + 4 * n
+        if memory.ints[at] > 0:
+            merge_posted(
+                memory, thread, number, at, posted, tops, totals, counters, acc, out,
+                lse,
+            )  # fmt: skip
 
 
 # ----------------------------------------------------------------------------- schedule
@@ -986,13 +1245,15 @@ def wgmma_kernel(
     margin,  # f32: by how much a score may pass a row's reference
     out,  # out [B, R, 512] f32
     lse,  # out [B, R] f32
-    posted,  # out [2·blocks, 32, 1024] f32: parts of row tiles that were cut
-    tops,  # out [2·blocks, 64] f32
-    totals,  # out [2·blocks, 64] f32
+    posted,  # out [2·blocks · 32 · 1024] f32: parts of row tiles that were cut
+    tops,  # out [2·blocks · 64] f32
+    totals,  # out [2·blocks · 64] f32
+    counters,  # [2·blocks] i32: all 0, before and after
 ):
     memory = Memory(
         cuda.shared.array(0, np.uint16, alignment=1024),
         cuda.shared.array(0, np.uint32, alignment=1024),
+        cuda.shared.array(0, np.int32, alignment=1024),
         cuda.shared.array(0, np.float32, alignment=1024),
         cuda.shared.array(0, np.uint64, alignment=1024),
     )
@@ -1000,24 +1261,29 @@ def wgmma_kernel(
     group = np.int32(number >> 7)
     n_rows = np.int32(visibility.shape[1])
     row_tiles = np.int32((out.shape[1] + ROWS - 1) // ROWS)
-    # Where this block's part of the line begins, and how long it is.
-    worker, blocks = np.int32(cuda.blockIdx.x), np.int32(cuda.gridDim.x)
-    b, row_tile, tile, left = assignment(
-        prefix_lens, room, n_rows, row_tiles, n_splits, worker, blocks
-    )
-    if left == 0:
-        return
     if number == 0:
         for n in range(EVEN_ARRIVED, QUERIES_FREE):
             mbarrier_init(memory.barriers, n, 1)
         mbarrier_init(memory.barriers, QUERIES_FREE, 2)
+        mbarrier_init(memory.barriers, MERGES_KNOWN, 1)
         fence_mbarrier_init()
-    cuda.syncthreads()  # the mbarriers are ready
+        worker, blocks = np.int32(cuda.blockIdx.x), np.int32(cuda.gridDim.x)
+        write_plan(
+            memory.ints, prefix_lens, room, n_rows, row_tiles, n_splits, worker, blocks
+        )
+    cuda.syncthreads()  # the mbarriers are ready, and the plan
+    step = np.int32(0)
+    b, row_tile, tile, left = begin_step(
+        memory.ints, prefix_lens, room, n_rows, row_tiles, step
+    )
     queries_parity = np.int32(0)
     parity = np.int32(0)  # of the next even tile, or odd tile
 
     if group == 2:
         setmaxnreg_dec(LOADER_REGISTERS)
+        if number == CONSUMERS + WARP and memory.ints[PART_LENGTH] > 0:
+            write_merges(memory.ints, prefix_lens, room, n_rows, row_tiles)
+            mbarrier_arrive(memory.barriers, MERGES_KNOWN)
         if number == CONSUMERS:
             odd_parity = np.int32(0)
             fence_proxy_tensormap(query_map, 0)
@@ -1026,11 +1292,11 @@ def wgmma_kernel(
                 row, key = np.int32(row_tile * ROWS), np.int32(tile * KEYS)
                 tiles = key_tiles(prefix_lens, b, room, n_rows)
                 count = np.int32(min(np.int32(tiles - tile), left))
-                left = np.int32(left - count)
+                ahead = count
                 mbarrier_wait(memory.barriers, QUERIES_FREE, queries_parity ^ 1)
                 queries_parity = np.int32(queries_parity ^ 1)
                 first = True
-                while count > 0:
+                while ahead > 0:
                     mbarrier_wait(memory.barriers, EVEN_LEFT_FREE, parity ^ 1)
                     if first:
                         load_left(memory, QUERIES, QUERIES_ARRIVED, query_map, row, b)
@@ -1042,16 +1308,18 @@ def wgmma_kernel(
                     load_right(memory, EVEN, EVEN_ARRIVED, cache_map, key, b)
                     parity = np.int32(parity ^ 1)
                     key = np.int32(key + KEYS)
-                    if count > 1:
+                    if ahead > 1:
                         mbarrier_wait(memory.barriers, ODD_RIGHT_FREE, odd_parity ^ 1)
                         load_right(memory, ODD, ODD_ARRIVED, cache_map, key, b)
                         mbarrier_wait(memory.barriers, ODD_LEFT_FREE, odd_parity ^ 1)
                         load_left(memory, ODD, ODD_ARRIVED, cache_map, key, b)
                         odd_parity = np.int32(odd_parity ^ 1)
                         key = np.int32(key + KEYS)
-                    count = np.int32(count - 2)
-                b, row_tile = next_row_tile(b, row_tile, row_tiles)
-                tile = np.int32(0)
+                    ahead = np.int32(ahead - 2)
+                b, row_tile, tile, left, step = advance(
+                    memory.ints, prefix_lens, room, n_rows, row_tiles, b, row_tile,
+                    tile, left, count, step,
+                )  # fmt: skip
         return
 
     setmaxnreg_inc(CONSUMER_REGISTERS)
@@ -1064,12 +1332,19 @@ def wgmma_kernel(
     for n in range(32):
         scores[n] = ZERO
     thread = thread_of(number & GROUP - 1)
+    kept = False
     while left > 0:
         prefix_len, n_keys = extent(prefix_lens, b, room, n_rows)
         tiles = key_tiles(prefix_lens, b, room, n_rows)
         count = np.int32(min(np.int32(tiles - tile), left))
         row = np.int32(row_tile * ROWS + thread.row)
-        request = Request(b, row, heads, prefix_len, n_keys)
+        request = Request(
+            b,
+            np.int32(min(divide(row, heads), n_rows - 1)),
+            np.int32(min(divide(row + 8, heads), n_rows - 1)),
+            prefix_len,
+            n_keys,
+        )
         clear_quarter(sums, 0)
         clear_quarter(sums, 32)
         clear_quarter(sums, 64)
@@ -1093,22 +1368,37 @@ def wgmma_kernel(
             column = group * 256 + thread.t * 2
             write(sums, top, total, out, lse, b, row, column)
         else:
-            # Parts of a row tile that others began go into the first of two places.
-            place = 2 * cuda.blockIdx.x + (1 if tile == 0 else 0)
+            # A last part that few share stays in registers where this block merges.
+            mine, parts = np.int32(-1), np.int32(4)
+            if count == left:
+                mbarrier_wait(memory.barriers, MERGES_KNOWN, 0)
+                if memory.ints[MERGES] <= 4:
+                    parts = np.int32(memory.ints[MERGES])
+                    mine = np.int32(cuda.blockIdx.x - memory.ints[MERGES + 1])
+                    kept = True
+            # What continues a row tile goes into the first of a block's two places.
+            place = np.int32(2 * cuda.blockIdx.x + (1 if tile == 0 else 0))
             post(
-                sums, top, total, posted[place], tops[place], totals[place], number,
-                thread.row, thread.t,
+                sums, top, total, posted, tops, totals, place, number, thread.row,
+                thread.t, mine, parts,
             )  # fmt: skip
         bar_sync(BOTH, CONSUMERS)  # totals have been read
-        left = np.int32(left - count)
-        b, row_tile = next_row_tile(b, row_tile, row_tiles)
-        tile = np.int32(0)
+        b, row_tile, tile, left, step = advance(
+            memory.ints, prefix_lens, room, n_rows, row_tiles, b, row_tile, tile, left,
+            count, step,
+        )  # fmt: skip
+    if memory.ints[PART_LENGTH] > 0:
+        merge_parts(
+            memory, thread, number, kept, posted, tops, totals, counters, sums, scores,
+            out, lse,
+        )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------- host
 
 _COMPILING = threading.Lock()
 _MAPS: dict[tuple, Any] = {}
+_COUNTERS: dict[tuple, Any] = {}
 
 
 @contextlib.contextmanager
@@ -1215,10 +1505,25 @@ def encode_map(
     return np.array([int(word) for word in encoded.opaque], np.uint64)
 
 
+def zeroed_counters(at: Place, out: Any, blocks: int) -> Any:
+    """Counters by which the blocks that write `out` wait for one another.
+
+    Every launch leaves them at 0, so on a GPU they are made once for an output: two
+    launches that write the same one cannot run at the same time.
+    """
+    if at.executor != "gpu":
+        return np.zeros(2 * blocks, np.int32)
+    address = out.__cuda_array_interface__["data"][0]
+    key = cuda.get_current_device().id, address, blocks
+    if key not in _COUNTERS:
+        _COUNTERS[key] = cuda.to_device(np.zeros(2 * blocks, np.int32))
+    return _COUNTERS[key]
+
+
 def grid_size(tiles: int, key_tiles: int, processors: int, n_splits: int | None) -> int:
     """How many blocks: as many as the card has places for, in whole splits if near."""
     if n_splits is not None:
-        return tiles * n_splits
+        return min(tiles * min(n_splits, key_tiles), processors)
     if tiles > processors:
         return processors
     whole = processors // tiles * tiles
@@ -1249,10 +1554,10 @@ def run(
     out, lse = out.reshape(batch, packed, D_LATENT), lse.reshape(batch, packed)
     tiles = batch * -(-packed // ROWS)
     blocks = grid_size(tiles, -(-room // KEYS), processors, n_splits)
-    parts = at.empty((2 * blocks, 32, 1024), np.float32)
-    tops = at.empty((2 * blocks, ROWS), np.float32)
-    totals = at.empty((2 * blocks, ROWS), np.float32)
-    splits = np.int32(n_splits or 0)
+    parts = at.empty((2 * blocks * POSTED,), np.float32)
+    tops = at.empty((2 * blocks * ROWS,), np.float32)
+    totals = at.empty((2 * blocks * ROWS,), np.float32)
+    counters = zeroed_counters(at, out, blocks)
     maps = tensor_map(at, q), tensor_map(at, kv_cache)
     with hopper_target():
         at.launch(
@@ -1265,27 +1570,14 @@ def run(
             prefix_lens,
             visibility,
             scale,
-            splits,
+            np.int32(n_splits or 0),
             ZERO if exact_max else MARGIN,
             out,
             lse,
             parts,
             tops,
             totals,
+            counters,
             dynamic_shared=DYNAMIC_SHARED,
+            cooperative=True,
         )
-    at.launch(
-        wgmma_merge_kernel,
-        (blocks - 1) * SLICES,
-        CONSUMERS,
-        np.int32(room),
-        prefix_lens,
-        np.int32(n),
-        splits,
-        np.int32(blocks),
-        parts,
-        tops,
-        totals,
-        out,
-        lse,
-    )

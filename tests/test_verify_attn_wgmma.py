@@ -1,0 +1,365 @@
+"""verify_attn with wgmma: small in the emulator; at full size on a GPU."""
+
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+from numba import cuda, float32, int32, uint32, uint64
+from test_verify_attn import (
+    INF,
+    KNOWN,
+    NAN,
+    SCALE,
+    YARN_SCALE,
+    constant_case,
+    dense,
+    random_case,
+)
+
+from ddtree_numba import backend, bf16
+from ddtree_numba.emulator import emulate
+from ddtree_numba.kernels import verify_attn_wgmma as module
+from ddtree_numba.kernels.verify_attn import verify_attn
+from ddtree_numba.tree import DraftTree
+
+BF16_NAN = 0x7FC0
+# A chain of 36 tensor-core sums that cut off, of scores up to 100, times the scale.
+LSE = 3e-5
+# A weight's rounding to bfloat16, and what the score's error adds to it.
+WEIGHT = 2.0**-8 + LSE
+
+
+@pytest.fixture(autouse=True)
+def _outputs_start_as_nan(monkeypatch):
+    """What a kernel leaves unwritten must not look like an answer."""
+    empty = backend.Place.empty
+
+    def poisoned(at, shape, dtype):
+        x = empty(at, shape, dtype)
+        at.write(x, np.full(shape, NAN, dtype))
+        return x
+
+    monkeypatch.setattr(backend.Place, "empty", poisoned)
+
+
+def bf16_case(seed, n, heads, prefix_lens, **options):
+    rng = np.random.default_rng(seed)
+    q, cache, *tree = random_case(rng, n, heads, 512, 64, prefix_lens, **options)
+    return bf16.from_float32(q), bf16.from_float32(cache), *tree
+
+
+def attend(executor, case, **options):
+    options = {"version": "wgmma", "executor": executor, "d_latent": 512} | options
+    return verify_attn(*case, **{"sm_scale": SCALE} | options)
+
+
+def sizes(q, cache, *rest, sm_scale):
+    """The weighted sum of the values' magnitudes: what errors of weights multiply."""
+    q, cache = bf16.to_float32(q), bf16.to_float32(cache)
+    unscored = np.concatenate([np.zeros_like(q[..., :512]), q], axis=-1)
+    magnitudes = np.concatenate([np.abs(cache[..., :512]), cache], axis=-1)
+    return dense(unscored, magnitudes, *rest, d_latent=512, sm_scale=sm_scale)[0]
+
+
+def assert_close(found, case, rows=slice(None), sm_scale=SCALE):
+    """Within what rounding the weights can do to each single element."""
+    expected, expected_lse = dense(*case, d_latent=512, sm_scale=sm_scale)
+    error = np.abs(found[0] - expected)
+    assert found[0].dtype == found[1].dtype == np.float32
+    assert (error <= WEIGHT * sizes(*case, sm_scale=sm_scale))[:, rows].all()
+    np.testing.assert_allclose(
+        found[1][:, rows], expected_lse[:, rows], rtol=1e-6, atol=LSE
+    )
+
+
+# ------------------------------------------------------------------ small, and on a GPU
+
+
+@pytest.mark.parametrize("exact_max", [False, True], ids=["lazy", "exact"])
+@pytest.mark.parametrize(
+    ("n", "heads", "prefix_lens"),
+    [(1, 1, [0]), (5, 13, [70]), (3, 2, [130, 0])],
+    ids=["one", "two-row-tiles", "three-tiles-and-one"],
+)
+def test_random_cases_agree_with_dense_attention(
+    kernel_executor, n, heads, prefix_lens, exact_max
+):
+    case = bf16_case(n, n, heads, prefix_lens)
+    assert_close(attend(kernel_executor, case, exact_max=exact_max), case)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_equal_scores_average_the_rows_that_are_seen(kernel_executor, name):
+    prefix, tail, parents, expected = KNOWN[name]
+    q, cache, *tree = constant_case([prefix], [tail], [parents], 512, 64)
+    case = bf16.from_float32(q), bf16.from_float32(cache), *tree
+    out, lse = attend(kernel_executor, case)
+    want = np.broadcast_to(np.reshape(expected, (-1, 1)), out[0, :, 0].shape)
+    np.testing.assert_allclose(out[0, :, 0], want, rtol=3e-7)
+    n_seen = len(prefix) + DraftTree.from_parents(parents).depths[0] + 1
+    np.testing.assert_allclose(lse[0, :, 0], np.log(n_seen), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("exact_max", [False, True], ids=["lazy", "exact"])
+def test_references_follow_scores_that_grow_from_tile_to_tile(
+    kernel_executor, exact_max
+):
+    q, cache, *tree = bf16_case(1, 2, 2, [190])
+    growth = np.linspace(0.1, 6, cache.shape[1], dtype=np.float32)[:, None]
+    cache = bf16.from_float32(bf16.to_float32(cache) * growth)
+    case = bf16.from_float32(4 * bf16.to_float32(q)), cache, *tree
+    assert_close(attend(kernel_executor, case, exact_max=exact_max), case)
+
+
+def test_scores_of_a_hundred_thousand_keep_their_softmax(kernel_executor):
+    q, cache, *tree = constant_case([[-64] * 3], [[-64]], [[-1]], 512, 64)
+    cache[..., 512:] = 0
+    q[:] = 64
+    case = bf16.from_float32(q), bf16.from_float32(cache), *tree
+    out, lse = attend(kernel_executor, case)
+    np.testing.assert_array_equal(out, -64)
+    assert lse[0, 0, 0] == pytest.approx(-151347.52, abs=2**-5)
+
+
+@pytest.mark.parametrize("n_splits", [2, 3])
+def test_splits_do_not_change_the_result(kernel_executor, n_splits):
+    # Two requests of three tiles of keys, in parts of one and a half, or of one.
+    case = bf16_case(2, 2, 2, [140, 160])
+    assert_close(attend(kernel_executor, case, n_splits=n_splits), case)
+
+
+def test_a_padding_row_sees_nothing_not_even_the_prefix(kernel_executor):
+    q, cache, lens, visibility = bf16_case(3, 3, 2, [2])
+    visibility[0, 2] = 0
+    cache[0, 4] = BF16_NAN  # in the padding's own row
+    out, lse = attend(kernel_executor, (q, cache, lens, visibility))
+    np.testing.assert_array_equal(out[0, 2], 0)
+    np.testing.assert_array_equal(lse[0, 2], -INF)
+    assert_close((out, lse), (q, cache, lens, visibility), slice(2))
+
+
+@pytest.mark.parametrize("element", [0, 511, 575])
+@pytest.mark.parametrize("prefix_len", [3, 64 + 3], ids=["even-tile", "odd-tile"])
+def test_a_nan_reaches_only_the_rows_that_see_it(kernel_executor, prefix_len, element):
+    q, cache, lens, visibility = bf16_case(4, 5, 1, [prefix_len])
+    visibility[:] = DraftTree.from_parents([[-1, 0, 0, 1, 2]]).visibility
+    clean = q, cache.copy(), lens, visibility
+    cache[0, prefix_len + 2, element] = BF16_NAN  # row 2's, which row 4 sees too
+    out, lse = attend(kernel_executor, (q, cache, lens, visibility))
+    assert_close((out, lse), clean, [0, 1, 3])
+    assert np.isnan(out[:, [2, 4]]).all()
+    assert np.isnan(lse[:, [2, 4]]).all()
+
+
+def test_a_nan_query_spoils_its_own_row_and_head_alone(kernel_executor):
+    q, *rest = bf16_case(5, 3, 2, [3])
+    clean = q.copy(), *rest
+    q[0, 1, 0, 2] = BF16_NAN
+    out, lse = attend(kernel_executor, (q, *rest))
+    assert np.isnan(out[0, 1, 0]).all()
+    assert np.isnan(lse[0, 1, 0])
+    expected, expected_lse = dense(*clean, d_latent=512)
+    out[0, 1, 0], lse[0, 1, 0] = expected[0, 1, 0], expected_lse[0, 1, 0]
+    assert_close((out, lse), clean)
+
+
+def test_lanes_may_run_in_any_order_and_never_race(monkeypatch):
+    case = bf16_case(6, 2, 2, [126])  # the second tile has prefix and tail
+    races = []
+
+    def launch(at, *given, dynamic_shared, cooperative):
+        options = {"dynamic_shared": dynamic_shared, "order": "shuffled"}
+        races.extend(emulate(*given, trace=True, **options).races)
+
+    monkeypatch.setattr(backend.Place, "launch", launch)
+    found = attend("emulator", case)
+    assert races == []
+    assert_close(found, case)
+
+
+# -------------------------------------------------------------------- full size, on GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exact_max", [False, True], ids=["lazy", "exact"])
+@pytest.mark.parametrize("shape", ["chain", "wide", "deep"])
+def test_full_size_within_flashmla_tolerances(shape, exact_max):
+    case = bf16_case(7, 33, 64, [2048], shape=shape)
+    found = attend("gpu", case, exact_max=exact_max)
+    expected = dense(*case, d_latent=512)
+    np.testing.assert_allclose(found[0], expected[0], rtol=2.01 / 128, atol=8e-4)
+    np.testing.assert_allclose(found[1], expected[1], rtol=8.01 / 65536, atol=1e-6)
+    a, b = found[0].astype(float), expected[0]
+    assert 1 - 2 * (a * b).sum() / (a * a + b * b).sum() < 5e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [1, 3, 8, 12, 16, 64])
+@pytest.mark.parametrize("prefix_lens", [[0], [1, 63], [64, 65, 1000]], ids=str)
+def test_head_counts_and_ragged_prefixes(heads, prefix_lens):
+    case = bf16_case(heads, 33, heads, prefix_lens)
+    assert_close(attend("gpu", case), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [31, 32, 33, 63, 64, 65, 127, 128, 129, 1025])
+def test_rows_around_words_and_tiles(n):
+    case = bf16_case(n, n, 2, [100])
+    assert_close(attend("gpu", case), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prefix_len", [31, 61, 62, 63, 64, 65, 126, 127, 128, 191])
+@pytest.mark.parametrize("n", [1, 2])
+def test_prefixes_around_a_tile_of_keys(n, prefix_len):
+    case = bf16_case(n, n, 3, [prefix_len])
+    assert_close(attend("gpu", case), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n_splits", [1, 2, 3, 7, 40])
+def test_splits_at_full_width(n_splits):
+    case = bf16_case(8, 5, 64, [1000, 64])
+    assert_close(attend("gpu", case, n_splits=n_splits), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("n", "heads", "prefix_lens"),
+    [
+        (1, 64, [12000]),  # one row tile in as many parts as are worth it
+        (70, 64, [1500] * 2),  # a round of whole row tiles, and a rest that is cut
+        (9, 64, list(range(0, 4000, 200))),  # all of the line is cut
+        (2, 64, [700] * 70),  # whole row tiles alone, the last round not full
+    ],
+    ids=["one-tile", "round-and-rest", "ragged", "rounds"],
+)
+def test_every_way_of_sharing_the_work_out(n, heads, prefix_lens):
+    case = bf16_case(9, n, heads, prefix_lens)
+    first, second = attend("gpu", case), attend("gpu", case)
+    assert_close(first, case)
+    # Nothing depends on who was first, and what blocks wait by is ready again.
+    np.testing.assert_array_equal(first[0], second[0])
+    np.testing.assert_array_equal(first[1], second[1])
+
+
+@pytest.mark.gpu
+def test_any_positive_scale_will_do():
+    case = bf16_case(10, 3, 16, [300])
+    for scale in (YARN_SCALE, 1e-30, 4.0):
+        assert_close(attend("gpu", case, sm_scale=scale), case, sm_scale=scale)
+
+
+@pytest.mark.gpu
+def test_a_batch_beyond_the_grid_limit():
+    batch = 65536
+    cache = np.zeros((batch, 1, 576), np.float32)
+    cache[:] = (np.arange(batch) % 7)[:, None, None]
+    q, lens = np.zeros((batch, 1, 1, 576), np.uint16), np.zeros(batch, np.int32)
+    case = q, bf16.from_float32(cache), lens, np.ones((batch, 1, 1), np.uint32)
+    out, _ = attend("gpu", case)
+    np.testing.assert_array_equal(out[:, 0, 0, 0], np.arange(batch) % 7)
+
+
+@pytest.mark.gpu
+def test_a_strided_cache_is_read_in_place():
+    q, cache, lens, visibility = bf16_case(11, 3, 4, [70, 20])
+    wide = np.full((cache.shape[1], cache.shape[0], 640), BF16_NAN, np.uint16)
+    wide[..., 8:584] = cache.transpose(1, 0, 2)
+    view = cuda.to_device(wide)[:, :, 8:584].transpose(1, 0, 2)
+    on_device = [cuda.to_device(x) for x in (q, lens, visibility)]
+    out, lse = attend(None, (on_device[0], view, *on_device[1:]))
+    found = out.copy_to_host(), lse.copy_to_host()
+    assert_close(found, (q, cache, lens, visibility))
+
+
+@pytest.mark.gpu
+def test_a_new_tree_and_length_in_the_same_buffers_are_seen():
+    q, cache, lens, visibility = bf16_case(12, 5, 16, [100])
+    on_device = [cuda.to_device(x) for x in (q, cache, lens, visibility)]
+    attend(None, on_device)
+    visibility[:] = DraftTree.from_parents([[-1, 0, 1, 2, 3]]).visibility
+    lens[:] = 80
+    for there, here in zip(on_device[2:], (lens, visibility), strict=True):
+        there.copy_to_device(here)
+    out, lse = attend(None, on_device)
+    assert_close((out.copy_to_host(), lse.copy_to_host()), (q, cache, lens, visibility))
+
+
+@pytest.mark.gpu
+def test_auto_takes_it_where_it_can_run():
+    case = bf16_case(13, 33, 16, [500])
+    found, auto = attend("gpu", case), attend("gpu", case, version="auto")
+    np.testing.assert_array_equal(found[0], auto[0])
+    assert_close(attend("gpu", case, version="auto", sm_scale=-SCALE), case, slice(0))
+
+
+# ---------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("executor", ["numpy", "emulator"])
+def test_what_this_version_does_not_compute_is_refused_by_name(executor):
+    q, cache, *tree = bf16_case(14, 1, 1, [3])
+    floats = bf16.to_float32(q), bf16.to_float32(cache), *tree
+    message = r"version 'wgmma' and q has dtype float32; expected uint16 \(bf16 bits\)"
+    with pytest.raises(TypeError, match=message):
+        attend(executor, floats)
+    narrow = q[..., :520].copy(), cache[..., :520].copy(), *tree
+    message = "version 'wgmma' and D is 520, d_latent is 512; expected 576 and 512"
+    with pytest.raises(ValueError, match=message):
+        attend(executor, narrow)
+    message = "version 'wgmma' and sm_scale is -1; expected one above 0"
+    with pytest.raises(ValueError, match=message):
+        attend(executor, (q, cache, *tree), sm_scale=-1)
+
+
+def test_rows_that_tma_cannot_load_are_refused():
+    q, cache, *tree = bf16_case(14, 1, 1, [3])
+    wide = np.zeros((*cache.shape[:2], 577), np.uint16)
+    doubled = np.repeat(cache, 2, axis=2)
+    for view in (wide[..., 1:], doubled[..., ::2], cache[:, ::-1]):
+        message = "version 'wgmma' and kv_cache has strides .*; expected contiguous"
+        with pytest.raises(ValueError, match=message):
+            attend("emulator", (q, view, *tree))
+
+
+# ---------------------------------------------------------------------------------- PTX
+
+
+def _ptx():
+    maps, f2, f3 = uint64[::1], float32[:, ::1], float32[:, :, ::1]
+    tree = int32[::1], uint32[:, :, ::1]
+    signature = (maps, maps, int32, int32, *tree, float32, int32, float32)
+    signature += (f3, f2, *(float32[::1],) * 3, int32[::1])
+    with module.hopper_target():
+        return backend.compile_ptx(module.wgmma_kernel, signature)
+
+
+@pytest.mark.ptx
+def test_the_kernel_is_made_of_the_instructions_meant(tmp_path):
+    ptx = _ptx()
+    assert ".target sm_90a" in ptx and ".maxntid 384" in ptx
+    # No stack: 128 sums, and the scores, are in registers.
+    assert ".f64" not in ptx and ".local" not in ptx
+    assert set(re.findall(r"extern \.shared \.align (\d+)", ptx)) == {"1024"}
+    count = {
+        name: len(re.findall(rf"{name}\.sync\.aligned\.\S+ {{", ptx))
+        for name in ("wgmma.mma_async", "stmatrix")
+    }
+    # Scores: a first tile and one in the loop, of either warpgroup, of 36 products.
+    # Values: inside the loop and behind it, 4 own and 4 of the other's; and a last
+    # even tile that has no odd one beside it.
+    assert count["wgmma.mma_async"] == 4 * 36 + 2 * 2 * (4 + 4) + 4
+    assert ptx.count("setmaxnreg") == 2
+    ptxas = shutil.which("ptxas")
+    if ptxas is None:
+        return
+    # An older assembler than the compiler's own takes all that is in here.
+    source = tmp_path / "kernel.ptx"
+    source.write_text(re.sub(r"(?m)^\.version .*", ".version 8.3", ptx))
+    command = [ptxas, "-arch=sm_90a", "-v", str(source), "-o", str(tmp_path / "cubin")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in said
+    assert "serialized" not in said  # products that would wait for one another
