@@ -338,7 +338,10 @@ def test_bad_input_is_named(change, error, message):
         ),
         ({"choose": lambda *_: ROOTS[:, None]}, ValueError, "target_tokens has shape"),
         (
-            {"prefix_lens": np.array([0, 7], np.int32)},
+            {
+                "prefix_lens": np.array([0, 7], np.int32),
+                "kv_cache": [CACHE, CACHE.repeat(2, axis=1)],
+            },
             ValueError,
             "prefix_lens, request 1 is 7 and its tree has 3 rows; .* up to 9",
         ),
