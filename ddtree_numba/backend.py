@@ -362,7 +362,11 @@ class Place:
             )
         return not self.on_device if check is None else check
 
-    def take(
+    def take(self, x: Any, name: str, **expected: Any) -> Any:
+        """Check an input, as `check` does, and bring it to where the kernel runs."""
+        return self.put(self.check(x, name, **expected))
+
+    def check(
         self,
         x: Any,
         name: str,
@@ -372,7 +376,7 @@ class Place:
         shape: Sequence[int | None] | None = None,
         convert: bool = False,
     ) -> Any:
-        """Check an input and bring it to where the kernel runs.
+        """An input as a NumPy or Numba array, where it lies, if it is as expected.
 
         Parameters
         ----------
@@ -393,22 +397,6 @@ class Place:
         TypeError, ValueError
             Naming the argument, what was given and what is expected.
         """
-        checked = self.check(
-            x, name, dtypes=dtypes, ndim=ndim, shape=shape, convert=convert
-        )
-        return self.put(checked)
-
-    def check(
-        self,
-        x: Any,
-        name: str,
-        *,
-        dtypes: Sequence[Any] | None,
-        ndim: int | None = None,
-        shape: Sequence[int | None] | None = None,
-        convert: bool = False,
-    ) -> Any:
-        """The first half of `take`: `x` as a NumPy or Numba array, where it lies."""
         allowed = None if dtypes is None else [np.dtype(d) for d in dtypes]
         if is_device_array(x):
             # Kernels run on the stream that the array's library works on (`launch`), so
@@ -438,7 +426,7 @@ class Place:
         return x
 
     def put(self, x: Any) -> Any:
-        """The second half of `take`: a checked array, where the kernel runs."""
+        """A checked array, where the kernel runs."""
         if self.executor == "gpu" and isinstance(x, np.ndarray):
             return cuda.to_device(np.ascontiguousarray(x))
         return x
