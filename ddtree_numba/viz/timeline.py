@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ddtree_numba.decode import Generation
 from ddtree_numba.tree import quoted
 from ddtree_numba.viz.style import (
     BLUE,
@@ -21,6 +21,9 @@ from ddtree_numba.viz.style import (
     Decode,
     blank_axes,
 )
+
+if TYPE_CHECKING:
+    from ddtree_numba.decode import Generation
 
 STAGES = ("draft", "topk", "tree_build", "verify", "choose", "accept", "compact")
 COLOURS = dict(
