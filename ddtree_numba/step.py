@@ -224,7 +224,7 @@ class Round:
         if batch == 0:
             raise ValueError("prefix_lens is empty; expected a request or more")
         for name, x in (states | inputs).items():
-            if x is not None or name in states:
+            if x is not None:
                 at.check(x, name, dtypes=i32, shape=(batch,))
         for name, x in (states | caches).items():
             check_writeable(x, name)

@@ -312,7 +312,7 @@ def test_a_finished_request_rides_along_and_commits_nothing():
         ({"prompts": [[1, 2], [-1, 2]]}, "prompt 1 holds tokens -1 … 2"),
         ({"prompts": [1, 2**40]}, "prompt 0 holds tokens"),
         ({"prompts": "\ud800"}, "prompt 0 is no text: .*surrogates not allowed"),
-        ({"prompts": [1] * 395}, "395 tokens and 10 are to come.* limit is 400"),
+        ({"prompts": [1] * 391}, "391 tokens and 10 are to come.* limit is 400"),
     ],
     ids=str,
 )
