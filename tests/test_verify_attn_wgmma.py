@@ -329,10 +329,11 @@ def test_rows_that_tma_cannot_load_are_refused():
 
 
 def _ptx():
-    maps, f2, f3 = uint64[::1], float32[:, ::1], float32[:, :, ::1]
+    maps, f2 = uint64[::1], float32[:, ::1]
     tree = int32[::1], uint32[:, :, ::1]
     signature = (maps, maps, int32, int32, *tree, float32, int32, float32)
-    signature += (f3, f2, *(float32[::1],) * 3, int32[::1])
+    f1 = float32[::1]
+    signature += (f1, f2, f1, f1, f1, int32[::1])
     with module.hopper_target():
         return backend.compile_ptx(module.wgmma_kernel, signature)
 

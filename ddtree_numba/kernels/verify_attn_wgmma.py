@@ -2,13 +2,55 @@
 
 Contract and maths are those of `ddtree_numba.kernels.verify_attn`; as in its `mma`
 version, products are bfloat16 with float32 sums, and weights are rounded to bfloat16
-before they meet the values. Needs compute capability 9.0 (target sm_90a).
+before they meet the values. Needs compute capability 9.0 (target sm_90a). The schedule
+inside a block is that of FlashMLA (deepseek-ai/FlashMLA, "seesaw"), with a warpgroup
+that loads.
+
+A block has 64 packed rows (tree row and head) of a request, the *row tile*, and goes
+through tiles of 64 keys. 384 threads are three warpgroups:
+
+    0      scores of the even tiles; sums of output columns   0 … 255
+    1      scores of the odd tiles;  sums of output columns 256 … 511
+    2      one thread loads (TMA); the others' registers go to the first two groups
+
+A warpgroup's sums are 64 x 256 float32, 128 in a thread. Of a pair of tiles, with P0
+and P1 the weights of the even and the odd one, V0 and V1 their values, left | right::
+
+    group 0 | weigh P0, + P0·V0 left -> share P0 | wait P1 | + P1·V1 left  | next q·k
+                                         |           ^
+                                 EVEN_READY      ODD_READY
+                                         v           |
+    group 1 | weigh P1 ............ wait P0 | + P0·V0 right -> share P1 | + P1·V1 right
+            | wait for its TURN: half a softmax behind group 0 | next q·k
+    loads   | a half of a tile again, as soon as its group says that it is free
+
+so that the tensor cores always have one group's products while the other weighs.
+
+Both groups weigh against one reference a row, 2^(score - reference). It starts as the
+first tile's maximum, and moves only when a score passes it by `MARGIN` powers of 2
+(`exact_max`: at once). So group 1 need not wait for P0's maximum: it weighs against the
+old reference, and again in the rare case that group 0 moved it.
+
+Shared memory, 230,984 of 232,448 bytes. A *piece* is 64 rows of 64 columns, swizzled by
+TMA (chunk c of row r at place ``c ^ (r & 7)``). As rows of keys it is an operand of
+q·k, and as columns of values of P·V, so nothing is transposed or copied::
+
+      0 KB  queries, 9 pieces
+     72     even tile, 9 pieces    later, while parts are merged: their factors
+    144     odd tile, 8 pieces of values
+    208     its rope columns; once it is scored: P1
+    216     P0                     while sums are written: 1 KB a warp
+    224     references and totals of rows, mbarriers, the block's plan
+
+The last half of the file shares out the work (see "schedule"), and brings row tiles
+together that more than one block had keys of (see "merge").
+
+Measured on one H200 against cuBLAS and FlashInfer: data/bench/.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -76,9 +118,10 @@ ODD_WEIGHTS = ODD + 8 * PIECE  # over the rope columns, which no value needs
 EVEN_TOPS = (EVEN_WEIGHTS + PIECE) // 2
 ODD_TOPS = EVEN_TOPS + ROWS
 TOTALS = ODD_TOPS + ROWS  # of both warpgroups
+SEEING = TOTALS + 2 * ROWS  # 0 for padding rows, 1 for others
 # … and in mbarriers. "Arrived" has one for every piece of a tile; "free" says that a
 # warpgroup is done with its half of the values of a tile.
-BARRIERS = (TOTALS + 2 * ROWS) // 2
+BARRIERS = (SEEING + ROWS) // 2
 EVEN_ARRIVED = BARRIERS
 ODD_ARRIVED = EVEN_ARRIVED + PIECES
 QUERIES_ARRIVED = ODD_ARRIVED + PIECES
@@ -106,7 +149,7 @@ EVEN_READY, ODD_READY, TURN, BOTH, EVEN_ALONE, ODD_ALONE = 1, 2, 3, 4, 5, 6
 NO_TOP = np.float32(-1e30)  # finite, so that -inf - NO_TOP is no NaN
 ALL_SEEN = np.uint32(0xFFFFFFFF)
 MARGIN = np.float32(8.0)  # in powers of 2; see `raise_top`
-LOADER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # 40 · 128 + 232 · 256 < 65536
+LOADER_REGISTERS, CONSUMER_REGISTERS = 56, 224  # 56 · 128 + 224 · 256 < 65536
 ONE = np.float32(1.0)
 LARGEST = np.float32(3.4028235e38)
 
@@ -114,6 +157,7 @@ MAX_STEP = 1 << 40  # of a tensor map, in bytes
 MAX_UNITS = (1 << 31) - 1
 SPLIT_COST = 8  # what it costs to post and merge a split tile, in tiles of keys
 LEAST = 6  # tiles of keys that are worth a block of their own
+KEEPERS = 4  # blocks that share a row tile and keep their own part in registers
 SLICES = 32  # of a row tile's sums: 256 threads with four each
 SLICE = 4 * CONSUMERS
 POSTED = SLICES * SLICE  # sums of a part
@@ -183,36 +227,57 @@ def divide(a, b):
 
 
 @device
-def survey(prefix_lens, room, n_rows):
-    """Tiles of keys of all requests together, and of the longest."""
-    total, longest = np.int32(0), np.int32(0)
-    for b in range(prefix_lens.size):
-        tiles = key_tiles(prefix_lens, b, room, n_rows)
-        total = np.int32(total + tiles)
-        longest = np.int32(max(longest, tiles))
-    return total, longest
+def warp_total(x):
+    """The sum of the warp's counts, for every lane."""
+    for distance in (16, 8, 4, 2, 1):
+        x = np.int32(x + cuda.shfl_xor_sync(FULL_WARP, x, distance))
+    return x
 
 
 @device
-def line_offset(row_tile, prefix_lens, room, n_rows, row_tiles):
-    """How many tiles of keys are before a row tile, counted over all requests."""
-    b, offset = np.int32(0), np.int32(0)
-    while row_tile >= row_tiles:
-        offset = np.int32(offset + row_tiles * key_tiles(prefix_lens, b, room, n_rows))
-        b, row_tile = np.int32(b + 1), np.int32(row_tile - row_tiles)
-    if row_tile > 0:
-        offset = np.int32(offset + row_tile * key_tiles(prefix_lens, b, room, n_rows))
+def tiles_of_lane(prefix_lens, b, end, room, n_rows):
+    """`key_tiles` of a request before `end`, 0 for others."""
+    return key_tiles(prefix_lens, b, room, n_rows) if b < end else np.int32(0)
+
+
+@device
+def survey(prefix_lens, room, n_rows, lane):
+    """Tiles of keys of all requests together, and of the longest; by a warp."""
+    batch = np.int32(prefix_lens.size)
+    total, longest = np.int32(0), np.int32(0)
+    for first in range(0, batch, WARP):
+        tiles = tiles_of_lane(prefix_lens, np.int32(first + lane), batch, room, n_rows)
+        total = np.int32(total + tiles)
+        longest = np.int32(max(longest, tiles))
+    for distance in (16, 8, 4, 2, 1):
+        other = cuda.shfl_xor_sync(FULL_WARP, longest, distance)
+        longest = np.int32(max(longest, other))
+    return warp_total(total), longest
+
+
+@device
+def line_offset(row_tile, prefix_lens, room, n_rows, row_tiles, lane):
+    """How many tiles of keys are before a row tile, over all requests; by a warp."""
+    end = divide(row_tile, row_tiles)
+    before = np.int32(0)
+    for first in range(0, end, WARP):
+        tiles = tiles_of_lane(prefix_lens, np.int32(first + lane), end, room, n_rows)
+        before = np.int32(before + tiles)
+    offset = np.int32(warp_total(before) * row_tiles)
+    rest = np.int32(row_tile - end * row_tiles)
+    if rest > 0:
+        offset = np.int32(offset + rest * key_tiles(prefix_lens, end, room, n_rows))
     return offset
 
 
 @device
-def plan(prefix_lens, room, n_rows, row_tiles, n_splits, blocks):
-    """How the line is shared out.
+def plan(prefix_lens, room, n_rows, row_tiles, n_splits, blocks, lane):
+    """How the line is shared out; by a warp.
 
     Returns (rounds of whole row tiles, blocks that get a part of the rest, where the
     rest begins, its length).
     """
-    total, longest = survey(prefix_lens, room, n_rows)
+    total, longest = survey(prefix_lens, room, n_rows, lane)
     tiles, units = prefix_lens.size * row_tiles, total * row_tiles
     if n_splits > 0:
         return np.int32(0), np.int32(min(blocks, units)), np.int32(0), np.int32(units)
@@ -223,7 +288,7 @@ def plan(prefix_lens, room, n_rows, row_tiles, n_splits, blocks):
     begin = np.int32(0)
     if rounds > 0:
         begin = line_offset(
-            np.int32(rounds * blocks), prefix_lens, room, n_rows, row_tiles
+            np.int32(rounds * blocks), prefix_lens, room, n_rows, row_tiles, lane
         )
     rest = np.int32(units - begin)
     more = np.int32(min(rest_tiles, 1))
@@ -232,7 +297,10 @@ def plan(prefix_lens, room, n_rows, row_tiles, n_splits, blocks):
     if (more * np.int64(longest) - SPLIT_COST) * blocks <= rest:
         return np.int32(rounds + more), np.int32(0), begin, rest
     parts = max(divide(rest, LEAST * rest_tiles), 1)
-    return rounds, np.int32(min(blocks, rest_tiles * parts)), begin, rest
+    # In whole parts of row tiles if that leaves few blocks without work.
+    whole = np.int32(rest_tiles * divide(blocks, rest_tiles))
+    workers = whole if 10 * whole >= 9 * blocks else blocks
+    return rounds, np.int32(min(workers, rest_tiles * parts)), begin, rest
 
 
 @device
@@ -251,35 +319,48 @@ def owner(length, workers, place):
 
 
 @device
-def locate(unit, prefix_lens, room, n_rows, row_tiles):
-    """Request, row tile and tile of keys of a place in the line."""
-    b = np.int32(0)
-    tiles = key_tiles(prefix_lens, b, room, n_rows)
-    while unit >= tiles * row_tiles:
-        unit = np.int32(unit - tiles * row_tiles)
-        b = np.int32(b + 1)
-        tiles = key_tiles(prefix_lens, b, room, n_rows)
-    row_tile = divide(unit, tiles)
-    return b, row_tile, np.int32(unit - row_tile * tiles)
+def locate(unit, prefix_lens, room, n_rows, row_tiles, lane):
+    """Request, row tile and tile of keys of a place in the line; by a warp."""
+    batch = np.int32(prefix_lens.size)
+    for first in range(0, batch, WARP):
+        b = np.int32(first + lane)
+        own = tiles_of_lane(prefix_lens, b, batch, room, n_rows)
+        until = np.int32(own * row_tiles)  # of this request and those before it
+        for distance in (1, 2, 4, 8, 16):
+            before = cuda.shfl_up_sync(FULL_WARP, until, distance)
+            if lane >= distance:
+                until = np.int32(until + before)
+        behind = cuda.ballot_sync(FULL_WARP, until > unit)
+        if behind != 0:
+            found = np.int32(cuda.ffs(behind) - 1)
+            tiles = cuda.shfl_sync(FULL_WARP, own, found)
+            end = cuda.shfl_sync(FULL_WARP, until, found)
+            unit = np.int32(unit - (end - tiles * row_tiles))
+            row_tile = divide(unit, tiles)
+            return np.int32(first + found), row_tile, np.int32(unit - row_tile * tiles)
+        unit = np.int32(unit - cuda.shfl_sync(FULL_WARP, until, WARP - 1))
+    return np.int32(0), np.int32(0), np.int32(0)
 
 
 @device
-def write_plan(ints, prefix_lens, room, n_rows, row_tiles, n_splits, worker, blocks):
-    """Write down for the block what it has to do; by one thread."""
+def write_plan(
+    ints, prefix_lens, room, n_rows, row_tiles, n_splits, worker, blocks, lane
+):
+    """Write down for the block what it has to do; by a warp."""
     rounds, workers, begin, rest = plan(
-        prefix_lens, room, n_rows, row_tiles, n_splits, blocks
+        prefix_lens, room, n_rows, row_tiles, n_splits, blocks, lane
     )
-    ints[ROUNDS], ints[WORKERS] = rounds, workers
-    ints[REST_AT], ints[REST] = begin, rest
     b, row_tile, tile, length = np.int32(0), np.int32(0), np.int32(0), np.int32(0)
     if worker < workers:
         first = cut(rest, workers, worker)
         length = np.int32(cut(rest, workers, worker + 1) - first)
         b, row_tile, tile = locate(
-            np.int32(begin + first), prefix_lens, room, n_rows, row_tiles
+            np.int32(begin + first), prefix_lens, room, n_rows, row_tiles, lane
         )
-    ints[PART_LENGTH] = length
-    ints[PART_AT], ints[PART_AT + 1], ints[PART_AT + 2] = b, row_tile, tile
+    if lane == 0:
+        ints[ROUNDS], ints[WORKERS] = rounds, workers
+        ints[REST_AT], ints[REST], ints[PART_LENGTH] = begin, rest, length
+        ints[PART_AT], ints[PART_AT + 1], ints[PART_AT + 2] = b, row_tile, tile
 
 
 @device
@@ -859,17 +940,16 @@ def compute_odd(
 
 
 @device
-def combine_totals(memory, thread, request, visibility, total, group):
+def combine_totals(memory, thread, request, total, group):
     """Sum a row's totals over its four lanes and both warpgroups; 0 for padding."""
     for distance in (1, 2):  # the 4 lanes of a row
         total[0] += cuda.shfl_xor_sync(FULL_WARP, total[0], distance)
         total[1] += cuda.shfl_xor_sync(FULL_WARP, total[1], distance)
     at = TOTALS + thread.row
     if thread.t == 0:
-        if is_padding(visibility, request.b, request.node0):
-            total[0] = ZERO
-        if is_padding(visibility, request.b, request.node1):
-            total[1] = ZERO
+        for r in range(2):
+            if memory.floats[SEEING + thread.row + 8 * r] == ZERO:
+                total[r] = ZERO
         memory.floats[at + group * ROWS] = total[0]
         memory.floats[at + group * ROWS + 8] = total[1]
     bar_sync(BOTH, CONSUMERS)  # the totals of both warpgroups are there
@@ -878,56 +958,91 @@ def combine_totals(memory, thread, request, visibility, total, group):
 
 
 @device
-def write_pairs(sums, n, out, b, row, column, factor0, factor1):
-    """Write sums[n : n + 2] to row `row` and two more to `row` + 8, if they exist.
-
-    A factor of 0 means a row that saw nothing, whatever its sums are.
-    """
-    if row < out.shape[1]:
-        x, y = sums[n] * factor0, sums[n + 1] * factor0
-        if factor0 == ZERO:
-            x, y = ZERO, ZERO
-        st_global_v2_f32(out, (b, row, column), x, y)
-    if row + 8 < out.shape[1]:
-        x, y = sums[n + 2] * factor1, sums[n + 3] * factor1
-        if factor1 == ZERO:
-            x, y = ZERO, ZERO
-        st_global_v2_f32(out, (b, row + 8, column), x, y)
+def write_pair(x, y, out, at, factor):
+    """Write two sums times a factor, 0 for a row that saw nothing."""
+    x *= factor
+    y *= factor
+    if factor == ZERO:
+        x, y = ZERO, ZERO
+    st_global_v2_f32(out, at, x, y)
 
 
 @device
-def write_quarter(sums, first, out, b, row, column, factor0, factor1):
-    """Write 64 columns of rows `row` and `row` + 8, each times a factor."""
-    for j in range(8):
-        at = column + 8 * j
-        write_pairs(sums, first + 4 * j, out, b, row, at, factor0, factor1)
+def write_rows(floats, stage, lane, sums, first, out, at, rows, factor):
+    """Write 32 columns of a warp's 8 rows g: sums[first + 4j : + 2] for j in 0 … 3.
+
+    Through shared memory, 8 rows of 32 float32 from `stage` on, so that 8 lanes write
+    128 bytes of a row. Chunk c (16 bytes) of row g stands at place ``c ^ g``.
+    at : of the first row's first element; rows : how many there are from there on
+    """
+    g, t = lane >> 2, lane & 3
+    for j in range(4):
+        here = stage + 32 * g + (((2 * j + (t >> 1)) ^ g) << 2) + 2 * (t & 1)
+        x, y = sums[first + 4 * j] * factor, sums[first + 4 * j + 1] * factor
+        # 0 means a row that saw nothing, whatever its sums are.
+        floats[here] = x if factor != ZERO else ZERO
+        floats[here + 1] = y if factor != ZERO else ZERO
+    cuda.syncwarp()  # 8 rows are there
+    for n in range(2):
+        row, c = 4 * n + (lane >> 3), lane & 7
+        w, x, y, z = load4(floats, stage + 32 * row + ((c ^ row) << 2))
+        if row < rows:
+            store4(out, at + row * D_LATENT + 4 * c, w, x, y, z)
+    cuda.syncwarp()  # they have been read
+
+
+@device
+def write_quarter(floats, number, sums, first, out, at, rows, factor0, factor1):
+    """Write a warp's 16 rows of 64 columns."""
+    lane = np.int32(number & 31)
+    stage = np.int32(EVEN_WEIGHTS // 2 + 256 * (number >> 5))
+    below, rest = at + 8 * D_LATENT, rows - 8
+    write_rows(floats, stage, lane, sums, first, out, at, rows, factor0)
+    write_rows(floats, stage, lane, sums, first + 2, out, below, rest, factor1)
+    write_rows(floats, stage, lane, sums, first + 16, out, at + 32, rows, factor0)
+    write_rows(floats, stage, lane, sums, first + 18, out, below + 32, rest, factor1)
+
+
+@device
+def output_at(lse, b, row, column):
+    """Where an element of the output is, all of it taken as one row."""
+    return (np.int64(b) * lse.shape[1] + row) * D_LATENT + column
 
 
 @device
 def inverse(total):
     """What sums are multiplied by in the end; 0 where nothing was seen."""
-    return ZERO if total == ZERO else ONE / total
+    return ZERO if total == ZERO else cuda.libdevice.fast_fdividef(ONE, total)
 
 
 @device
 def log_sum(top, total):
     """The natural logarithm of a row's sum; -inf where nothing was seen."""
-    return MINUS_INF if total == ZERO else cuda.fma(top, LN_2, math.log(total))
+    return cuda.fma(top, LN_2, LN_2 * cuda.libdevice.fast_log2f(total))
 
 
 @device
-def write(sums, top, total, out, lse, b, row, column):
+def write(floats, number, sums, top, total, out, lse, b, row, t):
     """Write a whole row tile's outputs, lse by those who have its first columns."""
     factor0, factor1 = inverse(total[0]), inverse(total[1])
-    write_quarter(sums, 0, out, b, row, column, factor0, factor1)
-    write_quarter(sums, 32, out, b, row, column + 64, factor0, factor1)
-    write_quarter(sums, 64, out, b, row, column + 128, factor0, factor1)
-    write_quarter(sums, 96, out, b, row, column + 192, factor0, factor1)
-    if column == 0:
+    at, rows = warp_output(lse, b, row, number)
+    write_quarter(floats, number, sums, 0, out, at, rows, factor0, factor1)
+    write_quarter(floats, number, sums, 32, out, at + 64, rows, factor0, factor1)
+    write_quarter(floats, number, sums, 64, out, at + 128, rows, factor0, factor1)
+    write_quarter(floats, number, sums, 96, out, at + 192, rows, factor0, factor1)
+    if number < GROUP and t == 0:
         if row < lse.shape[1]:
             lse[b, row] = log_sum(top[0], total[0])
         if row + 8 < lse.shape[1]:
             lse[b, row + 8] = log_sum(top[1], total[1])
+
+
+@device
+def warp_output(lse, b, row, number):
+    """Where a warp's output begins, and how many rows there are from there on."""
+    first = np.int32(row - ((number & 31) >> 2))
+    column = 256 * (number >> 7)
+    return output_at(lse, b, first, column), np.int32(lse.shape[1] - first)
 
 
 @device
@@ -939,20 +1054,20 @@ def post_quarter(sums, first, posted, at):
 
 
 @device
-def post(sums, top, total, posted, tops, totals, place, number, row, t, mine, parts):
+def post(sums, top, total, posted, tops, totals, place, number, row, t, ints, keeps):
     """Write a part of a row tile for the others, in the order of the registers.
 
-    place : number of the part. The quarters that block `mine` of `parts` will sum
-    itself are left out; -1 if it will not.
+    place : number of the part; keeps : whether the block leaves out the quarters that
+    it will sum itself
     """
     at = np.int64(place) * POSTED + 4 * number
-    if merger(0, parts) != mine:
+    if not (keeps and is_merger(ints, 0)):
         post_quarter(sums, 0, posted, at)
-    if merger(1, parts) != mine:
+    if not (keeps and is_merger(ints, 1)):
         post_quarter(sums, 32, posted, at)
-    if merger(2, parts) != mine:
+    if not (keeps and is_merger(ints, 2)):
         post_quarter(sums, 64, posted, at)
-    if merger(3, parts) != mine:
+    if not (keeps and is_merger(ints, 3)):
         post_quarter(sums, 96, posted, at)
     if number < GROUP and t == 0:
         at = place * ROWS + row
@@ -961,9 +1076,10 @@ def post(sums, top, total, posted, tops, totals, place, number, row, t, mine, pa
 
 
 @device
-def merger(quarter, parts):
-    """Which of up to four blocks sums a quarter of the columns of their row tile."""
-    return quarter * parts >> 2
+def is_merger(ints, quarter):
+    """Whether the block sums a quarter of its last row tile, which up to four share."""
+    mine = np.int32(cuda.blockIdx.x) - ints[MERGES + 1]
+    return quarter * ints[MERGES] >> 2 == mine
 
 
 # ------------------------------------------------------------------------------- merge
@@ -1031,7 +1147,7 @@ def add_part(floats, part, row, posted, first, a_slice, number, parts, acc):
 
 @device
 def merge_slices(
-    memory, thread, number, posted, first, parts, begin, end, acc, out, b, row, column
+    memory, thread, number, posted, first, parts, begin, end, acc, out, at, rows
 ):
     """Sum the parts' slices begin … end - 1 and write them; 16 loads at a time."""
     floats = memory.floats
@@ -1046,15 +1162,17 @@ def merge_slices(
                     floats, part0 + n, thread.row, posted, first, a_slice, number,
                     parts, acc,
                 )  # fmt: skip
-        at = column + 8 * a_slice
-        write_pairs(acc, 0, out, b, row, at, factor0, factor1)
+        here = at + 8 * a_slice
+        if rows > 0:
+            write_pair(acc[0], acc[1], out, here, factor0)
+        if rows > 8:
+            write_pair(acc[2], acc[3], out, here + 8 * D_LATENT, factor1)
 
 
 @device
 def merge_quarter(
-    memory, thread, number, posted, first, parts, mine, sums, quarter, out, b, row,
-    column,
-):  # fmt: skip
+    memory, thread, number, posted, first, parts, mine, sums, quarter, out, out_at, rows
+):
     """Add the other parts to this block's own sums of 64 columns, and write them."""
     floats = memory.floats
     own = FACTORS + 64 * mine + thread.row
@@ -1082,8 +1200,9 @@ def merge_quarter(
                 sums[n + 3] += factor1 * w
     factor0 = inverse(total_of(floats, thread.row))
     factor1 = inverse(total_of(floats, thread.row + 8))
+    out_at += 64 * quarter
     write_quarter(
-        sums, 32 * quarter, out, b, row, column + 64 * quarter, factor0, factor1
+        floats, number, sums, 32 * quarter, out, out_at, rows, factor0, factor1
     )
 
 
@@ -1126,16 +1245,16 @@ def merge_kept(memory, thread, number, posted, tops, totals, counters, sums, out
         memory, number, MERGES, posted, tops, totals, counters
     )
     row = np.int32(row_tile * ROWS + thread.row)
-    column = np.int32((number >> 7) * 256 + thread.t * 2)
+    at, rows = warp_output(lse, b, row, number)
     args = (memory, thread, number, posted, first, parts, mine, sums)
-    if merger(0, parts) == mine:
-        merge_quarter(*args, 0, out, b, row, column)
-    if merger(1, parts) == mine:
-        merge_quarter(*args, 1, out, b, row, column)
-    if merger(2, parts) == mine:
-        merge_quarter(*args, 2, out, b, row, column)
-    if merger(3, parts) == mine:
-        merge_quarter(*args, 3, out, b, row, column)
+    if is_merger(memory.ints, 0):
+        merge_quarter(*args, 0, out, at, rows)
+    if is_merger(memory.ints, 1):
+        merge_quarter(*args, 1, out, at, rows)
+    if is_merger(memory.ints, 2):
+        merge_quarter(*args, 2, out, at, rows)
+    if is_merger(memory.ints, 3):
+        merge_quarter(*args, 3, out, at, rows)
     leave_parts(memory, thread, number, counters, parts, first, mine, lse, b, row)
 
 
@@ -1150,16 +1269,16 @@ def merge_posted(
     row = np.int32(row_tile * ROWS + thread.row)
     column = np.int32((number >> 7) * 256 + thread.t * 2)
     begin, end = divide(SLICES * mine, parts), divide(SLICES * (mine + 1), parts)
+    out_at, rows = output_at(lse, b, row, column), lse.shape[1] - row
     merge_slices(
-        memory, thread, number, posted, first, parts, begin, end, acc, out, b, row,
-        column,
-    )  # fmt: skip
+        memory, thread, number, posted, first, parts, begin, end, acc, out, out_at, rows
+    )
     leave_parts(memory, thread, number, counters, parts, first, mine, lse, b, row)
 
 
 @device
-def write_merges(ints, prefix_lens, room, n_rows, row_tiles):
-    """Write down which row tiles the block has a part of, but not all; by one thread.
+def write_merges(ints, prefix_lens, room, n_rows, row_tiles, lane):
+    """Write down which row tiles the block has a part of, but not all; by a warp.
 
     At most two: first the one where its part of the rest ends, then where it begins.
     """
@@ -1167,27 +1286,29 @@ def write_merges(ints, prefix_lens, room, n_rows, row_tiles):
     begin = ints[REST_AT] + cut(rest, workers, np.int32(cuda.blockIdx.x))
     tile_begin = np.int32(begin + length)
     for n in range(2):
-        at = MERGES + 4 * n
-        ints[at], ints[at + 1], ints[at + 2], ints[at + 3] = 0, 0, 0, 0
+        parts, first, b, row_tile = np.int32(0), np.int32(0), np.int32(0), np.int32(0)
         unit = np.int32(begin + length - 1 if n == 0 else begin)
         if unit < tile_begin:
-            b, row_tile, tile = locate(unit, prefix_lens, room, n_rows, row_tiles)
+            b, row_tile, tile = locate(unit, prefix_lens, room, n_rows, row_tiles, lane)
             tiles = key_tiles(prefix_lens, b, room, n_rows)
             tile_begin = np.int32(unit - tile)
             if begin > tile_begin or tile_begin + tiles > begin + length:
                 place = tile_begin - ints[REST_AT]
                 first = owner(rest, workers, place)
-                ints[at] = owner(rest, workers, place + tiles - 1) - first + 1
-                ints[at + 1], ints[at + 2], ints[at + 3] = first, b, row_tile
+                parts = np.int32(owner(rest, workers, place + tiles - 1) - first + 1)
+        if lane == 0:
+            at = MERGES + 4 * n
+            ints[at], ints[at + 1] = parts, first
+            ints[at + 2], ints[at + 3] = b, row_tile
 
 
 @device
 def merge_parts(
-    memory, thread, number, kept, posted, tops, totals, counters, sums, acc, out, lse
+    memory, thread, number, posted, tops, totals, counters, sums, acc, out, lse
 ):
     """Bring together the row tiles that `write_merges` found.
 
-    kept : whether the part of the first one is still in the sums
+    The part of the first one is still in the sums, where few share it.
     """
     mbarrier_wait(memory.barriers, MERGES_KNOWN, 0)
     if number == 0:
@@ -1196,7 +1317,7 @@ def merge_parts(
             if memory.ints[MERGES + 4 * n] > 0:
                 cuda.atomic.add(counters, 2 * memory.ints[MERGES + 4 * n + 1], 1)
     begin = 0
-    if kept:
+    if 0 < memory.ints[MERGES] <= KEEPERS:
         merge_kept(
             memory, thread, number, posted, tops, totals, counters, sums, out, lse
         )
@@ -1243,7 +1364,7 @@ def wgmma_kernel(
     scale,  # f32: sm_scale · log2(e), above 0
     n_splits,  # i32: into how many parts a row tile is cut; 0 to choose
     margin,  # f32: by how much a score may pass a row's reference
-    out,  # out [B, R, 512] f32
+    out,  # out [B · R · 512] f32
     lse,  # out [B, R] f32
     posted,  # out [2·blocks · 32 · 1024] f32: parts of row tiles that were cut
     tops,  # out [2·blocks · 64] f32
@@ -1260,17 +1381,19 @@ def wgmma_kernel(
     number = np.int32(cuda.threadIdx.x)
     group = np.int32(number >> 7)
     n_rows = np.int32(visibility.shape[1])
-    row_tiles = np.int32((out.shape[1] + ROWS - 1) // ROWS)
+    row_tiles = np.int32((lse.shape[1] + ROWS - 1) // ROWS)
     if number == 0:
         for n in range(EVEN_ARRIVED, QUERIES_FREE):
             mbarrier_init(memory.barriers, n, 1)
         mbarrier_init(memory.barriers, QUERIES_FREE, 2)
         mbarrier_init(memory.barriers, MERGES_KNOWN, 1)
         fence_mbarrier_init()
+    if number >= CONSUMERS and number < CONSUMERS + WARP:
         worker, blocks = np.int32(cuda.blockIdx.x), np.int32(cuda.gridDim.x)
         write_plan(
-            memory.ints, prefix_lens, room, n_rows, row_tiles, n_splits, worker, blocks
-        )
+            memory.ints, prefix_lens, room, n_rows, row_tiles, n_splits, worker, blocks,
+            np.int32(number & 31),
+        )  # fmt: skip
     cuda.syncthreads()  # the mbarriers are ready, and the plan
     step = np.int32(0)
     b, row_tile, tile, left = begin_step(
@@ -1281,9 +1404,11 @@ def wgmma_kernel(
 
     if group == 2:
         setmaxnreg_dec(LOADER_REGISTERS)
-        if number == CONSUMERS + WARP and memory.ints[PART_LENGTH] > 0:
-            write_merges(memory.ints, prefix_lens, room, n_rows, row_tiles)
-            mbarrier_arrive(memory.barriers, MERGES_KNOWN)
+        lane = np.int32(number & 31)
+        if number >> 5 == CONSUMERS // WARP + 1 and memory.ints[PART_LENGTH] > 0:
+            write_merges(memory.ints, prefix_lens, room, n_rows, row_tiles, lane)
+            if lane == 0:
+                mbarrier_arrive(memory.barriers, MERGES_KNOWN)
         if number == CONSUMERS:
             odd_parity = np.int32(0)
             fence_proxy_tensormap(query_map, 0)
@@ -1332,19 +1457,18 @@ def wgmma_kernel(
     for n in range(32):
         scores[n] = ZERO
     thread = thread_of(number & GROUP - 1)
-    kept = False
     while left > 0:
         prefix_len, n_keys = extent(prefix_lens, b, room, n_rows)
         tiles = key_tiles(prefix_lens, b, room, n_rows)
         count = np.int32(min(np.int32(tiles - tile), left))
         row = np.int32(row_tile * ROWS + thread.row)
-        request = Request(
-            b,
-            np.int32(min(divide(row, heads), n_rows - 1)),
-            np.int32(min(divide(row + 8, heads), n_rows - 1)),
-            prefix_len,
-            n_keys,
-        )
+        node0 = np.int32(min(divide(row, heads), n_rows - 1))
+        node1 = np.int32(min(divide(row + 8, heads), n_rows - 1))
+        if group == 0 and thread.t == 0:
+            at = SEEING + thread.row
+            memory.floats[at] = ZERO if is_padding(visibility, b, node0) else ONE
+            memory.floats[at + 8] = ZERO if is_padding(visibility, b, node1) else ONE
+        request = Request(b, node0, node1, prefix_len, n_keys)
         clear_quarter(sums, 0)
         clear_quarter(sums, 32)
         clear_quarter(sums, 64)
@@ -1363,24 +1487,20 @@ def wgmma_kernel(
                 margin,
             )  # fmt: skip
         queries_parity = np.int32(queries_parity ^ 1)
-        combine_totals(memory, thread, request, visibility, total, group)
+        combine_totals(memory, thread, request, total, group)
         if count == tiles:
-            column = group * 256 + thread.t * 2
-            write(sums, top, total, out, lse, b, row, column)
+            write(memory.floats, number, sums, top, total, out, lse, b, row, thread.t)
         else:
             # A last part that few share stays in registers where this block merges.
-            mine, parts = np.int32(-1), np.int32(4)
+            keeps = False
             if count == left:
                 mbarrier_wait(memory.barriers, MERGES_KNOWN, 0)
-                if memory.ints[MERGES] <= 4:
-                    parts = np.int32(memory.ints[MERGES])
-                    mine = np.int32(cuda.blockIdx.x - memory.ints[MERGES + 1])
-                    kept = True
+                keeps = memory.ints[MERGES] <= KEEPERS
             # What continues a row tile goes into the first of a block's two places.
             place = np.int32(2 * cuda.blockIdx.x + (1 if tile == 0 else 0))
             post(
                 sums, top, total, posted, tops, totals, place, number, thread.row,
-                thread.t, mine, parts,
+                thread.t, memory.ints, keeps,
             )  # fmt: skip
         bar_sync(BOTH, CONSUMERS)  # totals have been read
         b, row_tile, tile, left, step = advance(
@@ -1389,8 +1509,8 @@ def wgmma_kernel(
         )  # fmt: skip
     if memory.ints[PART_LENGTH] > 0:
         merge_parts(
-            memory, thread, number, kept, posted, tops, totals, counters, sums, scores,
-            out, lse,
+            memory, thread, number, posted, tops, totals, counters, sums, scores, out,
+            lse,
         )  # fmt: skip
 
 
@@ -1521,13 +1641,11 @@ def zeroed_counters(at: Place, out: Any, blocks: int) -> Any:
 
 
 def grid_size(tiles: int, key_tiles: int, processors: int, n_splits: int | None) -> int:
-    """How many blocks: as many as the card has places for, in whole splits if near."""
-    if n_splits is not None:
-        return min(tiles * min(n_splits, key_tiles), processors)
-    if tiles > processors:
-        return processors
-    whole = processors // tiles * tiles
-    return min(whole if 10 * whole >= 9 * processors else processors, tiles * key_tiles)
+    """How many blocks: one a multiprocessor, unless there is less work.
+
+    They wait for one another, so there may be no more than run at the same time.
+    """
+    return min(tiles * min(n_splits or key_tiles, key_tiles), processors)
 
 
 def run(
@@ -1551,7 +1669,7 @@ def run(
     if 0 in (batch, packed):
         return
     q = q.reshape(batch, packed, D)
-    out, lse = out.reshape(batch, packed, D_LATENT), lse.reshape(batch, packed)
+    out, lse = out.reshape(batch * packed * D_LATENT), lse.reshape(batch, packed)
     tiles = batch * -(-packed // ROWS)
     blocks = grid_size(tiles, -(-room // KEYS), processors, n_splits)
     parts = at.empty((2 * blocks * POSTED,), np.float32)
