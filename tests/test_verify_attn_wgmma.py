@@ -186,13 +186,32 @@ def test_lanes_may_run_in_any_order_and_never_race(monkeypatch):
 @pytest.mark.parametrize("exact_max", [False, True], ids=["lazy", "exact"])
 @pytest.mark.parametrize("shape", ["chain", "wide", "deep"])
 def test_full_size_within_flashmla_tolerances(shape, exact_max):
-    case = bf16_case(7, 33, 64, [2048], shape=shape)
+    q, cache, *tree = bf16_case(7, 33, 64, [2048], shape=shape)
+    # Its tests draw the cache like this; the table is for outputs well below 1.
+    tenth = np.clip(bf16.to_float32(cache) / 10, -1, 1)
+    case = q, bf16.from_float32(tenth), *tree
     found = attend("gpu", case, exact_max=exact_max)
     expected = dense(*case, d_latent=512)
     np.testing.assert_allclose(found[0], expected[0], rtol=2.01 / 128, atol=8e-4)
     np.testing.assert_allclose(found[1], expected[1], rtol=8.01 / 65536, atol=1e-6)
     a, b = found[0].astype(float), expected[0]
     assert 1 - 2 * (a * b).sum() / (a * a + b * b).sum() < 5e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("exact_max", "norm"), [(False, 2e-3), (True, 1.2e-3)], ids=["lazy", "exact"]
+)
+def test_unit_normals_at_full_size(exact_max, norm):
+    # With a few keys that have most of a row's weight, elements are off by what
+    # rounding one weight does; so the error's norm, which is 2^-9 or less a weight.
+    case = bf16_case(7, 33, 64, [2048])
+    found = attend("gpu", case, exact_max=exact_max)
+    expected = dense(*case, d_latent=512)[0]
+    error = np.linalg.norm(found[0] - expected) / np.linalg.norm(expected)
+    print(f"\nexact_max={exact_max}: |error| / |out| {error:.2e}")
+    assert error < norm
+    assert_close(found, case)
 
 
 @pytest.mark.gpu
@@ -326,6 +345,14 @@ def test_rows_that_tma_cannot_load_are_refused():
 
 
 # ---------------------------------------------------------------------------------- PTX
+
+
+def test_other_kernels_are_not_compiled_for_its_target():
+    before = backend.config.FORCE_CUDA_CC
+    with pytest.raises(KeyError), module.hopper_target():
+        assert backend.config.FORCE_CUDA_CC == (9, 0, "a")
+        raise KeyError
+    assert backend.config.FORCE_CUDA_CC == before
 
 
 def _ptx():
