@@ -89,8 +89,6 @@ def roofline_figure(frame: pd.DataFrame) -> tuple[Figure, str]:
             f"{best['tflops']:.0f} TFLOP/s, {best['percent']:.0f} % of its roof."
         )
     _name_intensities(ax, intensity, rows["shape"])
-    ax.set_xscale("log")
-    ax.set_yscale("log")
     ax.set_xlabel(
         "arithmetic intensity, FLOP a byte (inputs read once, outputs written)"
     )
@@ -111,7 +109,6 @@ def _name_intensities(ax: Axes, intensity: pd.Series, shapes: pd.Series) -> None
     for x, names in places.items():
         text = "\n".join(name.removesuffix(" bf16") for name in names)
         ax.text(x, 1.25 * top, text, rotation=90, ha="center", fontsize=8)
-    ax.set_yticks([tick for tick in ax.get_yticks() if tick <= top])
     ax.set_ylim(top=20 * top)
 
 
