@@ -16,7 +16,7 @@ from typing import Any
 
 from ddtree_numba import backend
 from ddtree_numba.lab.exercise import find
-from ddtree_numba.lab.grading import PASSED, UNWRITTEN, Result, grade
+from ddtree_numba.lab.grading import FAILED, PASSED, UNWRITTEN, Result, grade
 from ddtree_numba.lab.recorded import measurements
 
 __all__ = ["Result", "check", "grade", "hint", "measurements", "reveal", "start"]
@@ -57,8 +57,10 @@ def check(n: int | str, answer: Any) -> None:
     print(f"Exercise {exercise.notebook} · {exercise.title}")
     said = ""
     for result in results:
-        print(f"  {_MARKS.get(result.status, '✗')} {result.case}")
-        if result.says not in ("", said):  # one reason for all is said once
+        again = bool(said) and result.says == said  # one reason for all is said once
+        note = " (as above)" if again and result.status == FAILED else ""
+        print(f"  {_MARKS.get(result.status, '✗')} {result.case}{note}")
+        if result.says and not again:
             print(textwrap.fill(result.says, 80, **_INDENT))
         said = result.says
     passed = sum(result.status == PASSED for result in results)

@@ -179,9 +179,11 @@ def _describe_tree(
 ) -> str:
     n, prob = int(host.n_rows[b]), np.exp(host.log_probs[b])
     text = (
-        f"Draft tree with a root and {n - 1} draft nodes, {host.depths[b].max()} deep; "
-        f"the nodes' path probabilities add up to {prob[1:n].sum():.2f}."
+        f"Draft tree with a root and {n - 1} draft nodes, {host.depths[b].max()} deep"
     )
+    if (prob[1:n] < 1).any():  # else it came without probabilities
+        text += f"; the nodes' path probabilities add up to {prob[1:n].sum():.2f}"
+    text += "."
     if path:
         tokens = [token_text(host, b, row, decode) for row in path]
         text += (

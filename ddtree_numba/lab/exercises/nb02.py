@@ -20,6 +20,11 @@ def _offers(answer: Any, path: tuple[int, ...], length: int, kept: int) -> list[
         raise Complaint(
             "pushes returned None; expected a list of rank paths. (Is there a return?)"
         )
+    if isinstance(offers, tuple) and all(isinstance(rank, int) for rank in offers):
+        raise Complaint(
+            f"After {path} it returned {offers}, one rank path; expected a list of "
+            "them, also of one."
+        )
     offers = list(offers)
     for offer in offers:
         if not isinstance(offer, tuple) or not offer:
@@ -146,6 +151,12 @@ def _every_rank_up(path, n_positions, n_candidates):
     return offers + ([path + (0,)] if len(path) < n_positions else [])
 
 
+def _one_of_the_two(path, n_positions, n_candidates):
+    if path[-1] + 1 < n_candidates:
+        return path[:-1] + (path[-1] + 1,)
+    return path + (0,)
+
+
 def _no_bounds(path, n_positions, n_candidates):
     return [path[:-1] + (path[-1] + 1,), path + (0,)]
 
@@ -184,6 +195,7 @@ EXERCISE = Exercise(
         Wrong(
             "every rank up", _every_rank_up, "is taken twice, so it was offered twice"
         ),
+        Wrong("one of the two, bare", _one_of_the_two, "expected a list of them"),
         Wrong("no bounds", _no_bounds, "the last candidate has no next sibling"),
     ),
 )

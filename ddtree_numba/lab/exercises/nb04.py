@@ -52,6 +52,13 @@ def wrong_stride_row(parents, i, prefix_len):
     return flat[i * n : i * n + prefix_len + n]  # a row has prefix_len + n columns
 
 
+def children_row(parents, i, prefix_len):
+    row = np.arange(prefix_len + len(parents)) < prefix_len
+    row[prefix_len:] = np.equal(parents, i)
+    row[prefix_len + i] = True
+    return row
+
+
 def strict_row(parents, i, prefix_len):
     row = mask_row(parents, i, prefix_len)
     row[prefix_len + i] = False
@@ -102,6 +109,8 @@ def _look_at(got: Any, parents: list[int], i: int, prefix_len: int) -> str | Non
     if not tail[j]:
         who = "itself" if j == i else f"row {j}, its ancestor"
         return f"Row {i} does not see {who} (column {prefix_len} + {j})."
+    if j in below:
+        return f"Row {i} sees row {j}, its descendant. A row sees those above it."
     return (
         f"Row {i} sees row {j}, which is not its ancestor: "
         f"column {prefix_len} + {j} belongs to another branch."
@@ -140,6 +149,7 @@ EXERCISE = Exercise(
         Wrong("prefix missing", prefixless_row, "does not see the prefix"),
         Wrong("tail only", tail_row, "[prefix, tail]"),
         Wrong("row 0 only: a wrong stride", wrong_stride_row, "stride"),
+        Wrong("children, not ancestors", children_row, "sees row 1, its descendant."),
         Wrong("not itself", strict_row, "does not see itself"),
     ),
 )

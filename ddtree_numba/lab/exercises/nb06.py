@@ -56,6 +56,15 @@ def natural(top, new_top):
     return 0.0 if top == -np.inf else np.exp(top - new_top)
 
 
+def tile_too(top, total, acc, scores, values):
+    new_top = max(top, scores.max())
+    weights = weigh(scores, new_top)
+    shrink = weigh(top, new_top)
+    total = (total + weights.sum()) * shrink
+    acc = (acc + weights @ values) * shrink
+    return new_top, total, acc
+
+
 def acc_forgotten(top, total, acc, scores, values):
     new_top = max(top, scores.max())
     weights = weigh(scores, new_top)
@@ -99,7 +108,10 @@ def _look_at(
     if total_is_wrong and total > want:
         return f"{total_is_wrong} Too large: old weights still count from the old top."
     if total_is_wrong:
-        return f"{total_is_wrong} Too small: are weights powers of 2, all of them?"
+        return (
+            f"{total_is_wrong} Too small: the factor scales the old sum alone, by a "
+            "power of 2."
+        )
     acc_is_wrong = compare.arrays(acc, weights @ values, "acc", rtol=1e-9, atol=1e-12)
     if acc_is_wrong:
         return f"{acc_is_wrong} total is right, so acc was scaled by something else."
@@ -133,7 +145,8 @@ EXERCISE = Exercise(
         Wrong("no rescaling", _with(never), "still count from the old top"),
         Wrong("upside down", _with(upside_down), "not 2^(+inf)"),
         Wrong("no care for -inf", _with(unguarded), "not -inf - (-inf)"),
-        Wrong("e instead of 2", _with(natural), "powers of 2"),
+        Wrong("e instead of 2", _with(natural), "by a power of 2"),
+        Wrong("the tile scaled too", tile_too, "the old sum alone"),
         Wrong("acc forgotten", acc_forgotten, "acc was scaled by something else"),
     ),
 )
