@@ -11,7 +11,8 @@ through tiles of 64 keys. 384 threads are three warpgroups:
 
     0      scores of the even tiles; sums of output columns   0 … 255
     1      scores of the odd tiles;  sums of output columns 256 … 511
-    2      one thread loads (TMA); the others' registers go to the first two groups
+    2      a thread loads (TMA); a warp plans, another finds what is to be merged;
+           its registers go to the first two groups
 
 A warpgroup's sums are 64 x 256 float32, 128 in a thread. Of a pair of tiles, with P0
 and P1 the weights of the even and the odd one, V0 and V1 their values, left | right::
@@ -42,8 +43,22 @@ q·k, and as columns of values of P·V, so nothing is transposed or copied::
     216     P0                     while sums are written: 1 KB a warp
     224     references and totals of rows, mbarriers, the block's plan
 
-The last half of the file shares out the work (see "schedule"), and brings row tiles
-together that more than one block had keys of (see "merge").
+Sharing out. All tiles of keys, row tile by row tile and request by request, are one
+line. Blocks are no more than run at the same time, one a multiprocessor: they wait for
+one another, so the launch is cooperative. Each takes whole row tiles, in rounds of one
+for every block, and in the end an even part of what is left, which may begin and end
+inside a row tile. Row tiles a … e of 30 tiles of keys, 5 a letter, for three blocks::
+
+    line       aaaaaabbbbbbccccccddddddeeeeee
+    block 0    aaaaaa            dddd           part 0 of d
+    block 1          bbbbbb          ddee       part 1 of d, part 0 of e
+    block 2                cccccc        eeee   part 1 of e
+
+Merging. Whole row tiles are written at once. Of others a block posts its part (sums,
+references, totals) in global memory, counts itself in, waits until all parts of that
+row tile are counted, and sums its share of the columns over all of them. Its last part
+is still in registers then: where up to `KEEPERS` blocks share that row tile, what the
+block is to sum itself is not posted. The last to leave sets the counters to 0 again.
 
 Measured on one H200 against cuBLAS and FlashInfer: data/bench/.
 """
@@ -199,11 +214,10 @@ def device(function: Any) -> Any:
 
 
 # ----------------------------------------------------------------------------- schedule
-# The tiles of keys of all row tiles of all requests make one long line, request by
-# request and row tile by row tile. Blocks take whole row tiles from it, in rounds of
-# one for every block; so few requests are under way at a time, and the L2 cache holds
-# them. What is left, less than a row tile for every block, is cut in even parts.
-# Where requests differ much in length, all of the line is cut that way.
+# Rounds of whole row tiles come first because so few requests are under way at a time,
+# and the L2 cache holds them. There are none, and all of the line is cut in even parts,
+# where requests differ much in length or `n_splits` is given. Nothing is cut where more
+# rounds end no later than even parts, which cost `SPLIT_COST` to bring together.
 
 
 @device
@@ -691,6 +705,7 @@ def share(memory, thread, weights, at, top0, top1, tops_at):
 
 @device
 def scale_quarter(sums, first, factor0, factor1):
+    """Scale the sums of 64 columns, by a factor for each of the thread's two rows."""
     for n in range(first, first + 32, 4):
         sums[n] *= factor0
         sums[n + 1] *= factor0
@@ -1047,6 +1062,7 @@ def warp_output(lse, b, row, number):
 
 @device
 def post_quarter(sums, first, posted, at):
+    """Write the sums of 64 columns, four at a time, each four in a slice of its own."""
     for j in range(8):
         n = first + 4 * j
         x, y, z, w = sums[n], sums[n + 1], sums[n + 2], sums[n + 3]
@@ -1331,11 +1347,12 @@ def merge_parts(
             )  # fmt: skip
 
 
-# ----------------------------------------------------------------------------- schedule
+# ------------------------------------------------------------------------------- kernel
 
 
 @device
 def thread_of(number):
+    """What a thread has of the sums, as `wgmma` shares them out."""
     lane = number & 31
     row = (number >> 5) * 16
     return Thread(
@@ -1349,6 +1366,7 @@ def thread_of(number):
 
 @device
 def clear_quarter(sums, first):
+    """Set the sums of 64 columns to 0."""
     for n in range(first, first + 32):
         sums[n] = ZERO
 
@@ -1658,9 +1676,13 @@ def run(
     out: Any,
     lse: Any,
 ) -> None:
-    """Launch both kernels.
+    """Launch the kernel on what `problem` has nothing against.
 
     inputs : q [B, N, H, 576], kv_cache, prefix_lens and visibility, where they run
+    scale : sm_scale · log2(e)
+    n_splits, exact_max : as for `verify_attn`
+    processors : multiprocessors of the card
+    out, lse : [B, N, H, 512] and [B, N, H] f32, written
     """
     q, kv_cache, prefix_lens, visibility = inputs
     batch, n, heads, _ = q.shape
