@@ -10,11 +10,8 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-
-from ddtree_numba.tree import DraftTree
 
 RankPath = tuple[int, ...]
 Pushes = Callable[[RankPath, int, int], Iterable[RankPath]]
@@ -103,19 +100,3 @@ def brute_force(log_probs: np.ndarray, n_draft_nodes: int) -> list[RankPath]:
     )
     ranked = sorted((-score_of(table, path), path) for path in prefixes)
     return [path for _, path in ranked[:n_draft_nodes]]
-
-
-def words_of(path: RankPath, words: Any) -> str:
-    """A prefix as text; words [L][K] hold the candidates of each position."""
-    return " ".join(words[position][rank] for position, rank in enumerate(path))
-
-
-def as_tree(steps: list[Step]) -> DraftTree:
-    """The taken prefixes as a tree; a row's token is the last rank of its path."""
-    row = {step.taken: i for i, step in enumerate(steps, 1)}
-    parents = [-1] + [row.get(step.taken[:-1], 0) for step in steps]
-    return DraftTree.from_parents(
-        parents,
-        token_ids=[-1] + [step.taken[-1] for step in steps],
-        log_probs=[0.0] + [step.score for step in steps],
-    )
