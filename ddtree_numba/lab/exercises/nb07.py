@@ -140,7 +140,7 @@ EXERCISE = Exercise(
     cases=(
         Case("the right numbers (emulator)", _numbers),
         Case("no line in float64 (Numba's types)", _types),
-        Case("no .f64 in PTX (types again, without CUDA's compiler)", _ptx),
+        Case("no .f64 in PTX (in the types, where CUDA's compiler is missing)", _ptx),
     ),
     wrong=(
         Wrong("unchanged", unchanged, "Line 5 computes in float64"),
