@@ -538,8 +538,8 @@ def _registers(context: Any, builder: Any, kind: Any, value: Any, count: int) ->
 def _instruction(text: str, operands: str = "", *, warp: bool = True) -> Any:
     """The codegen of an instruction that takes integers and returns nothing.
 
-    `operands`: a letter each, r for 32 bits and n for a constant, which must be one
-    by the time the compiler has put device functions into their callers.
+    `operands`: n for each, a constant, which it must be by the time the compiler has
+    put device functions into their callers.
     """
 
     def codegen(context, builder, signature, args):
@@ -697,7 +697,7 @@ def mbarrier_wait(typingctx, barriers, index, parity):
     return types.void(barriers, index, parity), codegen
 
 
-# -- named barriers, registers of a warpgroup, order of memory (sm_90) ----------------
+# -- named barriers (sm_80), registers of a warpgroup, order of memory (sm_90) --------
 
 
 @intrinsic

@@ -36,7 +36,7 @@ merge_kernel   brings the splits together
 mma            `ddtree_numba.kernels.verify_attn_mma`: bfloat16 on tensor cores, with
                weights rounded to bfloat16; for 512 + 64 columns, sm_80 or later
 wgmma          `ddtree_numba.kernels.verify_attn_wgmma`: the same with what compute
-               capability 9.0 has for it
+               capability 9.0 has for it; shares out and merges the keys by itself
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _store4_overload(row, i, w, x, y, z):
     return store
 
 
-# ------------------------------------------------------------- pieces of both versions
+# -------------------------------------------------------------- pieces of all versions
 
 
 @cuda.jit(device=True)
@@ -1021,7 +1021,7 @@ def _merge(at: Place, partials: tuple, out: Any, lse: Any) -> None:
 
 
 def _multiprocessors(at: Place) -> int:
-    """How many blocks of the split version can run at the same time."""
+    """Multiprocessors of the GPU, each of which runs a block at a time; else 1."""
     if at.executor != "gpu":
         return 1
     return cuda.get_current_device().MULTIPROCESSOR_COUNT
