@@ -40,6 +40,7 @@ __all__ = [
 ROWS, DEPTH = 64, 16  # of A
 NAME = "wgmma.mma_async"
 SWIZZLE_128 = 1  # in bits 62 and 63 of a descriptor
+BOTH_WRITTEN = 0x0101  # the flags of an element's two bytes, as one number
 
 
 # -- who holds what -------------------------------------------------------------------
@@ -162,7 +163,7 @@ class Operand:
         return whole[self.places]
 
     def _check(self) -> None:
-        missing = self._elements(self.piece) != 0x0101
+        missing = self._elements(self.piece) != BOTH_WRITTEN
         if not missing.any():
             return
         name = self._name(missing)
@@ -179,7 +180,7 @@ class Operand:
     def check_unchanged(self, product: Any) -> None:
         """Raise if it is not what it was."""
         changed = self._elements(self.piece.data) != self.values
-        changed |= self._elements(self.piece) != 0x0101
+        changed |= self._elements(self.piece) != BOTH_WRITTEN
         if changed.any():
             raise InFlightError(
                 f"{self._name(changed)}: written while {product} was reading it"
