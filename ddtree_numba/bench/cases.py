@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -273,8 +272,7 @@ def _in_workspace(recorder: Recorder, run: Callable, sets: Sequence[Any]) -> lis
 
 
 def _attention(shape: tuple[int, int, int, int], with_peers: bool) -> Iterator[Case]:
-    name = "({},{},{},{}) bf16".format(*shape)
-    work = attention_work(shape)
+    name, work = _shape_name(shape), attention_work(shape)
     memory_bound = work.flop < MEMORY_BOUND * work.nbytes
     for memory in ("warm", "cold") if memory_bound else ("warm",):
         for label, options in _attention_versions():
@@ -291,13 +289,17 @@ def _attention(shape: tuple[int, int, int, int], with_peers: bool) -> Iterator[C
 
 def _splits(shape: tuple[int, int, int, int]) -> Iterator[Case]:
     """One version with its keys cut in more and more splits."""
-    name = f"({','.join(map(str, shape))}) bf16"
+    name = _shape_name(shape)
     tiles = -(-(shape[1] + shape[3]) // SPLIT_TILE)
     for n_splits in (n for n in SPLITS if n <= tiles):
         options = {"version": "mma", "n_splits": n_splits}
         prepare = partial(_own_attention, shape, options, "warm")
         label = f"mma, {n_splits} splits"
         yield Case("splits", label, name, attention_work(shape), prepare)
+
+
+def _shape_name(shape: tuple[int, int, int, int]) -> str:
+    return f"({','.join(map(str, shape))}) bf16"
 
 
 def _attention_versions() -> list[tuple[str, dict[str, Any]]]:
@@ -307,9 +309,8 @@ def _attention_versions() -> list[tuple[str, dict[str, Any]]]:
         for version in verify_attn_module.VERSIONS
         if version != "auto"
     ]
-    if "exact_max" in inspect.signature(verify_attn).parameters:
-        versions.append(("wgmma, exact max", {"version": "wgmma", "exact_max": True}))
-    return versions
+    exact = {"version": "wgmma", "exact_max": True}
+    return [*versions, ("wgmma, exact max", exact)]
 
 
 def _own_attention(
