@@ -213,6 +213,10 @@ def device(function: Any) -> Any:
     return cuda.jit(device=True, forceinline=True)(function)
 
 
+# Loops are written out where an index into registers (`scores`, `weights`, `sums`) or an
+# offset of `wgmma` must be a constant: the compiler unrolls short ones only.
+
+
 # ----------------------------------------------------------------------------- schedule
 # Rounds of whole row tiles come first because so few requests are under way at a time,
 # and the L2 cache holds them. There are none, and all of the line is cut in even parts,
