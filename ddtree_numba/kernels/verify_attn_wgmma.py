@@ -213,15 +213,16 @@ def device(function: Any) -> Any:
     return cuda.jit(device=True, forceinline=True)(function)
 
 
-# Loops are written out where an index into registers (`scores`, `weights`, `sums`) or an
-# offset of `wgmma` must be a constant: the compiler unrolls short ones only.
+# Loops are written out where an index into registers (`scores`, `weights`, `sums`) or
+# an offset of `wgmma` must be a constant: the compiler unrolls short ones only.
 
 
 # ----------------------------------------------------------------------------- schedule
-# Rounds of whole row tiles come first because so few requests are under way at a time,
-# and the L2 cache holds them. There are none, and all of the line is cut in even parts,
-# where requests differ much in length or `n_splits` is given. Nothing is cut where more
-# rounds end no later than even parts, which cost `SPLIT_COST` to bring together.
+# How blocks share the line of all tiles of keys. Rounds of whole row tiles come first:
+# few requests are under way at a time then, and the L2 cache holds them. There are none
+# where requests differ much in length or `n_splits` is given: all of the line is cut in
+# even parts. Nothing is cut where more rounds end no later than even parts, which cost
+# `SPLIT_COST` to bring together.
 
 
 @device
