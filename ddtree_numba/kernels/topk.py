@@ -33,7 +33,7 @@ Versions
 topk_kernel        "simple": one block a row; reads the row twice, and once more for
                    every round of the selection (mostly one or two)
 topk_scan_kernel   "chunks": a warp a span of 1024 logits: their sum, their chunks'
-                   maxima
+                   maxima, the largest and the least of these
 topk_pick_kernel   one block a row: merges the sums, selects chunks, then tokens
 """
 
