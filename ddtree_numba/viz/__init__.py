@@ -1,4 +1,4 @@
-"""Pictures, computed from arrays and traces: trees, masks, the sweep, what lanes do.
+"""Pictures from arrays, traces and tables: trees, masks, what lanes do, what it takes.
 
 Every function returns ``(figure, alt_text)``. Colours are Okabe and Ito's, and never
 the only cue: the accepted path is also thick and square, other lines are dashed, cells

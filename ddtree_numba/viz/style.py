@@ -26,6 +26,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def blank_axes(width: float, height: float) -> Axes:
+    """Axes of a new white figure, its size in inches."""
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     return figure.subplots()
 
@@ -41,6 +42,7 @@ def line_height(n: int) -> float:
 
 
 def token_text(host: DraftTree, b: int, row: int, decode: Decode | None) -> str:
+    """A row's token in up to eight letters, or its id."""
     token = int(host.token_ids[b, row])
     if decode is None:
         return str(token)

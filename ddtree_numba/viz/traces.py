@@ -28,6 +28,7 @@ Block = tuple[int, int, int]
 
 
 def of_block(table: pd.DataFrame, block: Block | None) -> tuple[Block, pd.DataFrame]:
+    """A block (the table's first if None) and its rows."""
     if block is None:
         block = table["block"].iloc[0] if len(table) else (0, 0, 0)
     return block, table[table["block"] == block].reset_index(drop=True)
