@@ -18,6 +18,7 @@ from ddtree_numba.emulator import EmulatorError, KernelError
 from ddtree_numba.lab.exercise import Case, Complaint, Exercise, find
 
 PASSED, FAILED, UNWRITTEN = "passed", "failed", "unwritten"
+"""`UNWRITTEN`: nothing was tried."""
 
 SECONDS_A_CASE = 20.0
 """After this a case is stopped; the slowest takes about one."""
@@ -50,7 +51,22 @@ def grade(n: int | str, answer: Any) -> list[Result]:
             Result(first.name, status, says),
             *(Result(case.name, status) for case in others),
         ]
-    return [_run(case, answer) for case in exercise.cases]
+    results: list[Result] = []
+    for case in exercise.cases:
+        try:
+            results.append(_run(case, answer))
+        except _OutOfTime:
+            results.append(Result(case.name, FAILED, _endless()))
+            break
+    untried = exercise.cases[len(results) :]
+    return results + [Result(case.name, UNWRITTEN) for case in untried]
+
+
+def _endless() -> str:
+    return (
+        f"It did not come back within {SECONDS_A_CASE:g} seconds: is there a loop that "
+        "never ends? (The cases below were not tried.)"
+    )
 
 
 def _no_answer(exercise: Exercise, answer: Any) -> str | None:
@@ -75,8 +91,6 @@ def _run(case: Case, answer: Any) -> Result:
             says = case.run(answer)
     except Complaint as complaint:
         says = str(complaint)
-    except _OutOfTime:
-        says = f"It did not come back within {SECONDS_A_CASE:g} seconds."
     except (Exception, SystemExit, GeneratorExit) as error:
         # What a kernel raises comes wrapped by the emulator.
         cause = error.__cause__ if isinstance(error, KernelError) else error
