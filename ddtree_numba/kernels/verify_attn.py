@@ -840,24 +840,11 @@ def verify_attn(
     if not at.on_device:
         _check_fit(prefix_lens, visibility, kv_cache.shape[1])
     inputs = [at.put(x) for x in (q, kv_cache, prefix_lens, visibility)]
-    if version == "wgmma" or (version == "auto" and at.executor == "gpu"):
-        problem = verify_attn_wgmma.problem(
-            at, inputs[0], inputs[1], sm_scale, d_latent
-        )
-        if problem is None:
-            version = "wgmma"
-        elif version == "wgmma":
-            raise problem
+    version = _choose_version(at, version, inputs, sm_scale, d_latent)
     if at.executor == "numpy":
         return reference.verify_attn(
             q, kv_cache, prefix_lens, visibility, sm_scale=sm_scale, d_latent=d_latent
         )
-    if version == "auto":
-        q_there, cache_there, *_ = inputs
-        fast = at.executor == "gpu" and verify_attn_mma.takes(
-            q_there, cache_there, d_latent
-        )
-        version = "mma" if fast else "split"
     out = at.empty((batch, n, heads, d_latent), np.float32)
     lse = at.empty((batch, n, heads), np.float32)
     if version == "simple":
@@ -906,6 +893,24 @@ def _check_fit(prefix_lens: np.ndarray, visibility: np.ndarray, room: int) -> No
             f"prefix_lens[{b}] is {prefix_lens[b]}; expected 0 … {room - tails[b]} "
             f"(the cache has {room} rows, the tree's visible rows take {tails[b]})"
         )
+
+
+def _choose_version(
+    at: Place, version: str, inputs: list, sm_scale: float, d_latent: int
+) -> str:
+    """What "auto" stands for here; raises what keeps "wgmma" from the inputs."""
+    q, kv_cache, *_ = inputs
+    on_gpu = at.executor == "gpu"
+    if version == "wgmma" or (version == "auto" and on_gpu):
+        problem = verify_attn_wgmma.problem(at, q, kv_cache, sm_scale, d_latent)
+        if problem is None:
+            return "wgmma"
+        if version == "wgmma":
+            raise problem
+    if version == "auto":
+        fast = on_gpu and verify_attn_mma.takes(q, kv_cache, d_latent)
+        return "mma" if fast else "split"
+    return version
 
 
 def _scale_pair(sm_scale: float) -> tuple[np.float32, np.float32]:
