@@ -63,11 +63,10 @@ def roofline_figure(frame: pd.DataFrame) -> tuple[Figure, str]:
         ax.plot(bends, [bends[0] * slope, flat, flat], color="black", linewidth=1.5)
         ax.annotate(
             f"bf16 product of 8192 × 8192: {flat:.0f} TFLOP/s",
-            (bends[2], flat),
-            xytext=(-4, -5),
+            (bends[1], flat),
+            xytext=(0, 4),
             textcoords="offset points",
-            ha="right",
-            va="top",
+            va="bottom",
         )
         ax.annotate(
             f"copy: {slope:.2f} TB/s",
