@@ -357,6 +357,15 @@ def test_sums_that_round_to_the_same_tie(executor, version):
     assert found == paths
 
 
+def test_a_child_that_a_sum_takes_up_ties_with_its_parent(kernel_executor):
+    """The second node at depth 1 is no better than what stands before it."""
+    log_probs, tokens = np.float32([[[-0.1, -0.1], [-1e-30, -1]]]), [[[5, 6]] * 2]
+    tree = tree_build(
+        log_probs, tokens, 2, version="parallel", executor=kernel_executor
+    )
+    assert tree.parents.tolist() == [[-1, 0, 1]]
+
+
 @KERNEL_EXECUTOR
 @EVERY_VERSION
 @pytest.mark.parametrize("digits", [None, 1, 0])

@@ -100,6 +100,7 @@ SORTED = 2048  # nodes that are put in order in shared memory
 BINS = 2 * PARALLEL_THREADS  # at most: two a lane
 SPAN = 64.0  # the bins go down to this log-probability if no bound is known
 LEAST_SPAN = 1e-3
+TO_SPARE = 1 + 2.0**-20  # many times what float32 rounds
 COARSE = 8  # part of the bins to which the bound falls before they are spread again
 LARGEST_SCALE = 1e30  # of the bins, so that it stays a float32
 SPINES_FROM = 128  # budget from where spines are worth counting
@@ -464,7 +465,7 @@ def count_spines(table, scale, histogram):
 @cuda.jit(device=True)
 def passing_children(row, score, bound):
     """How many of a node's children score no less than the bound: its first ones."""
-    # The bound has a bin to spare, so it may be rounded to what a candidate must have.
+    # The bound has more to spare than it is rounded by to what a candidate must have.
     least = np.float32(max(bound - score, LOWEST))
     low, high = np.uint32(0), np.uint32(row.size)
     while low < high:
@@ -594,7 +595,9 @@ def collect(table, budget, counting, batch, pool):
     histogram, scores = counting[0], pool[2]
     bound = np.float64(-math.inf)
     if budget <= table.shape[1]:  # there are as many nodes at depth 1
-        bound = min(np.float64(table[0, budget - 1]), np.float64(-LEAST_SPAN))
+        least = min(table[0, budget - 1], np.float32(-LEAST_SPAN))
+        # Sums round, and what is asked of a child does too.
+        bound = np.float64(least * np.float32(TO_SPARE))
     scale = spread_over(bound)
     if budget >= SPINES_FROM:
         clear_bins(histogram)
