@@ -47,6 +47,15 @@ def test_stages_are_cut_in_their_order_and_named(run):
     assert "a run 4 ms, most of it verify (75%)" in alt_text
 
 
+def test_a_round_that_is_timed_as_a_whole_is_one_bar(run):
+    for trace in run.rounds:
+        trace.seconds.clear()
+        trace.seconds["round"] = 0.002
+    figure, alt_text = viz.stages_figure({"on a GPU": run})
+    assert [bar.get_width() for bar in figure.axes[0].patches] == pytest.approx([2])
+    assert "most of it round (100%)" in alt_text
+
+
 def test_gains_are_told_by_budget():
     _, alt_text = viz.gain_figure([2.0, 3.0], [2.5, 3.5], [4, 8])
     assert "4: 2.00 and 2.50; 8: 3.00 and 3.50" in alt_text

@@ -25,15 +25,17 @@ from ddtree_numba.viz.style import (
 if TYPE_CHECKING:
     from ddtree_numba.decode import Generation
 
-STAGES = ("draft", "topk", "tree_build", "verify", "choose", "accept", "compact")
-COLOURS = dict(
-    zip(
-        STAGES,
-        (SKY, GREEN, ORANGE, BLUE, VERMILLION, GREY, "#CC79A7"),
-        strict=True,
-    )
-)
-HATCHES = dict(zip(STAGES, ("", "..", "//", "", "xx", "\\\\", "++"), strict=True))
+LOOKS = {  # in the order of a round; on a GPU it is timed as a whole
+    "draft": (SKY, ""),
+    "topk": (GREEN, ".."),
+    "tree_build": (ORANGE, "//"),
+    "verify": (BLUE, ""),
+    "choose": (VERMILLION, "xx"),
+    "accept": (GREY, "\\\\"),
+    "compact": ("#CC79A7", "++"),
+    "round": (BLUE, "//"),
+}
+"""Colour and hatch of each stage."""
 
 ROOM = 0.07
 """Of the longest bar: what a label needs."""
@@ -148,15 +150,15 @@ def stages_figure(runs: dict[str, Generation]) -> tuple[Figure, str]:
     longest = max(sum(times.values()) for times in rounds.values())
     for y, (name, times) in enumerate(rounds.items()):
         total, left = sum(times.values()), 0.0
-        for stage in (s for s in STAGES if s in times):
-            width = times[stage]
+        for stage in (s for s in LOOKS if s in times):
+            width, (colour, hatch) = times[stage], LOOKS[stage]
             ax.barh(
                 y,
                 width,
                 left=left,
                 height=0.6,
-                facecolor=COLOURS[stage],
-                hatch=HATCHES[stage],
+                facecolor=colour,
+                hatch=hatch,
                 edgecolor="black",
                 linewidth=0.6,
                 label=stage if y == 0 else None,
