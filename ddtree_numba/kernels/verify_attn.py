@@ -903,9 +903,9 @@ def _choose_version(
     on_gpu = at.executor == "gpu"
     if version == "wgmma" or (version == "auto" and on_gpu):
         problem = verify_attn_wgmma.problem(at, q, kv_cache, sm_scale, d_latent)
-        if problem is None:
+        if problem is None and (version == "wgmma" or verify_attn_wgmma.pays(q)):
             return "wgmma"
-        if version == "wgmma":
+        if problem is not None and version == "wgmma":
             raise problem
     if version == "auto":
         fast = on_gpu and verify_attn_mma.takes(q, kv_cache, d_latent)
