@@ -14,6 +14,8 @@ import itertools
 import textwrap
 from typing import Any
 
+from numba import config
+
 from ddtree_numba import backend
 from ddtree_numba.lab.exercise import find
 from ddtree_numba.lab.grading import FAILED, PASSED, UNWRITTEN, Result, grade
@@ -32,6 +34,9 @@ def start() -> str:
     too, or in NumPy where there is none.
     """
     where = "gpu" if backend.choose() == "gpu" else "emulator"
+    # Learners hand small host arrays to kernels; Numba's warning would be the loudest
+    # line on the page.
+    config.CUDA_WARN_ON_IMPLICIT_COPY = 0
     print(backend.banner())
     if where == "gpu":
         print("Kernels run on the GPU; the emulator, on the CPU, shows what lanes do.")
