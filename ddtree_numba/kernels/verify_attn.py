@@ -784,8 +784,9 @@ def verify_attn(
         Dc, at most D; the first Dc columns of a cache row are its value.
     version : {"auto", "simple", "split", "mma", "wgmma"}
         Which kernel. "mma" and "wgmma" take bfloat16 with D = 576 and Dc = 512, "wgmma"
-        on compute capability 9.0 alone and with `sm_scale` above 0. "auto" is
-        "wgmma" or else "mma" on a GPU where they can run, else "split".
+        on compute capability 9.0 alone and with `sm_scale` above 0. On a GPU "auto" is
+        "wgmma" where it can run and B > 1 or N · H > 64, else "mma" where it can run;
+        and "split" for all the rest.
     n_splits : int, optional
         Parts of the keys that blocks of one row tile work on side by side ("simple" has
         none); if omitted, as many as keep the card busy at a prefix that fills the
@@ -900,15 +901,15 @@ def _choose_version(
 ) -> str:
     """What "auto" stands for here; raises what keeps "wgmma" from the inputs."""
     q, kv_cache, *_ = inputs
-    on_gpu = at.executor == "gpu"
-    if version == "wgmma" or (version == "auto" and on_gpu):
+    choosing = version == "auto" and at.executor == "gpu"
+    if version == "wgmma" or (choosing and verify_attn_wgmma.pays(q)):
         problem = verify_attn_wgmma.problem(at, q, kv_cache, sm_scale, d_latent)
-        if problem is None and (version == "wgmma" or verify_attn_wgmma.pays(q)):
+        if problem is None:
             return "wgmma"
-        if problem is not None and version == "wgmma":
+        if version == "wgmma":
             raise problem
     if version == "auto":
-        fast = on_gpu and verify_attn_mma.takes(q, kv_cache, d_latent)
+        fast = choosing and verify_attn_mma.takes(q, kv_cache, d_latent)
         return "mma" if fast else "split"
     return version
 
