@@ -353,14 +353,17 @@ class Place:
 
         Raises
         ------
-        ValueError
-            If device arrays were to be checked: that would need the host.
+        TypeError, ValueError
+            For a check that is no bool, and if device arrays were to be checked: that
+            would need the host.
         """
+        if check is not None and not isinstance(check, bool | np.bool_):
+            raise TypeError(f"check is {check!r}; expected a bool or None")
         if check and self.on_device:
             raise ValueError(
                 f"check is True, but {name} lie on the GPU; expected False"
             )
-        return not self.on_device if check is None else check
+        return not self.on_device if check is None else bool(check)
 
     def take(self, x: Any, name: str, **expected: Any) -> Any:
         """Check an input, as `check` does, and bring it to where the kernel runs."""

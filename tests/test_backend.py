@@ -172,6 +172,8 @@ def test_values_are_checked_on_the_host_unless_told_otherwise():
     assert [device.checks(check, "q") for check in (None, False)] == [0, 0]
     with pytest.raises(ValueError, match="check is True, but q lie on the GPU"):
         device.checks(True, "q")
+    with pytest.raises(TypeError, match="check is 'no'; expected a bool or None"):
+        host.checks("no", "q")
 
 
 def test_a_count_is_an_int_in_its_range():

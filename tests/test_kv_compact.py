@@ -284,6 +284,12 @@ def test_a_read_only_cache_is_an_error(executor):
         kv_compact(cache, [2], [[0, 1]], [2], executor=executor)
 
 
+@pytest.mark.parametrize("shape", [(0, 6, 2), (3, 0, 6, 2)])
+def test_a_batch_may_be_empty(executor, shape):
+    rows = np.zeros((0, 2), np.int32)
+    assert kv_compact(np.zeros(shape), [], rows, [], executor=executor).shape == (0,)
+
+
 def test_a_list_is_no_cache_because_it_cannot_change_in_place(executor):
     with pytest.raises(TypeError, match="kv_cache is a list; expected an array"):
         kv_compact([[[1.0]]], [0], [[0]], [1], executor=executor)

@@ -300,6 +300,30 @@ def test_splits_do_not_change_the_result(how, n_splits):
     assert_close(found, dense(*case, d_latent=8))
 
 
+def test_splits_by_the_milliard_are_as_many_as_there_are_keys(kernel_executor):
+    case = random_case(np.random.default_rng(2), 1, 1, 8, 4, [2])
+    found = attend((kernel_executor, "split"), *case, d_latent=8, n_splits=10**9)
+    assert_close(found, dense(*case, d_latent=8))
+
+
+@pytest.mark.parametrize("version", ["simple", "split", "mma", "wgmma"])
+def test_every_version_has_an_answer_where_there_is_no_request_row_or_key(
+    kernel_executor, version
+):
+    for batch, n, heads, room in (
+        (0, 2, 1, 4),
+        (2, 0, 1, 4),
+        (2, 2, 0, 4),
+        (2, 2, 1, 0),
+    ):
+        q = np.ones((batch, n, heads, 576), np.uint16)
+        cache = np.ones((batch, room, 576), np.uint16)
+        nothing = np.zeros(batch, np.int32), np.zeros((batch, n, (n + 31) // 32), "u4")
+        out, lse = attend((kernel_executor, version), q, cache, *nothing, d_latent=512)
+        np.testing.assert_array_equal(out, np.zeros((batch, n, heads, 512)))
+        np.testing.assert_array_equal(lse, np.full((batch, n, heads), -INF))
+
+
 def test_the_number_of_splits_fills_the_card_in_whole_rounds():
     assert choose_splits(blocks=33, room=2081, processors=132) == 4
     assert choose_splits(blocks=264, room=8225, processors=132) == 1
@@ -675,6 +699,7 @@ def test_visibility_names_no_rows_beyond_the_tree():
         *(("sm_scale", x) for x in ("1", None, 1j, True)),
         *(("d_latent", x) for x in ("4", None, 4.0, True)),
         *(("n_splits", x) for x in ("2", 2.5, True)),
+        *(("exact_max", x) for x in ("no", None, 1)),
     ],
 )
 def test_scalars_of_another_type_are_named(name, bad):

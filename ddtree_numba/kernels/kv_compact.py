@@ -113,10 +113,10 @@ def kv_compact(
     )
     check_writeable(kv_cache, "kv_cache")
     cache = at.check(kv_cache, "kv_cache", dtypes=None)
-    if cache.ndim not in (3, 4) or 0 in (cache.shape[0], cache.shape[-1]):
+    if cache.ndim not in (3, 4) or 0 in (*cache.shape[:-3], cache.shape[-1]):
         raise ValueError(
             f"kv_cache has shape {cache.shape}; expected (B, S_max, D) or "
-            "(layers, B, S_max, D), none empty"
+            "(layers, B, S_max, D) with a layer and a column at least"
         )
     if cache.dtype.hasobject or cache.dtype.itemsize not in (1, 2, 4, 8):
         raise TypeError(

@@ -788,9 +788,9 @@ def verify_attn(
         "wgmma" where it can run and B > 1 or N · H > 64, else "mma" where it can run;
         and "split" for all the rest.
     n_splits : int, optional
-        Parts of the keys that blocks of one row tile work on side by side ("simple" has
-        none); if omitted, as many as keep the card busy at a prefix that fills the
-        cache.
+        Parts of the keys that blocks of one row tile work on side by side, cut to
+        S_max ("simple" has none); if omitted, as many as keep the card busy at a prefix
+        that fills the cache.
     exact_max : bool
         Whether "wgmma" keeps every row's running maximum as the reference of its
         weights. By default the reference moves only when a score passes it by a factor
@@ -831,13 +831,17 @@ def verify_attn(
     visibility = at.check(
         visibility, "visibility", dtypes=(np.uint32,), shape=(batch, n, n_words(n))
     )
-    _check_scalars(sm_scale, d_latent, d, version, n_splits)
+    _check_scalars(sm_scale, d_latent, d, version, n_splits, exact_max)
+    if n_splits is not None:  # a part has a key at least
+        n_splits = min(n_splits, max(kv_cache.shape[1], 1))
     if at.on_device and version != "simple" and not q.is_c_contiguous():
         raise ValueError(
             f"q has strides {q.strides}; expected C-contiguous (or version='simple')"
         )
     if version == "mma":
         verify_attn_mma.check_kind(q, d_latent)
+    if 0 in (q.size, kv_cache.size):  # no row, or no key: no tile for tensor cores
+        version = "simple"
     if not at.on_device:
         _check_fit(prefix_lens, visibility, kv_cache.shape[1])
     inputs = [at.put(x) for x in (q, kv_cache, prefix_lens, visibility)]
@@ -863,7 +867,12 @@ def verify_attn(
 
 
 def _check_scalars(
-    sm_scale: float, d_latent: int, d: int, version: str, n_splits: int | None
+    sm_scale: float,
+    d_latent: int,
+    d: int,
+    version: str,
+    n_splits: int | None,
+    exact_max: bool,
 ) -> None:
     if isinstance(sm_scale, bool) or not isinstance(sm_scale, Real):
         raise TypeError(f"sm_scale is {sm_scale!r}; expected a number")
@@ -876,6 +885,8 @@ def _check_scalars(
         raise ValueError(f"version is {version!r}; expected {', '.join(VERSIONS)}")
     if n_splits is not None:
         whole_number(n_splits, "n_splits", least=1)
+    if not isinstance(exact_max, bool | np.bool_):
+        raise TypeError(f"exact_max is {exact_max!r}; expected a bool")
 
 
 def _check_fit(prefix_lens: np.ndarray, visibility: np.ndarray, room: int) -> None:
