@@ -10,6 +10,7 @@ from ddtree_numba.bench import cases, peers, problems, timing
 from ddtree_numba.bench.problems import WrongResult
 from ddtree_numba.bench.rows import COLUMNS, Ceilings, Row, RowFile, Work
 from ddtree_numba.kernels import verify_attn
+from ddtree_numba.viz.reads import times_figure
 from ddtree_numba.viz.roofline import ladder_figure, roofline_figure
 
 PLAN = list(cases.cases(bench.STAGES, "full", True))
@@ -135,6 +136,26 @@ def test_rows_are_in_the_file_at_once_and_come_back(tmp_path):
     assert "nan" not in path.read_text()
     text = bench.table(frame)
     assert "12.5" in text and "skipped: a, b" in text and "nan" not in text
+
+
+def test_text_that_no_row_has_is_text(tmp_path):
+    path = tmp_path / "rows.csv"
+    file = RowFile(path)
+    file.write(Row("topk", "split", "(1,9)", us=1, us_low=1, us_high=1, numpy="2.40"))
+    file.close()
+    frame = bench.load(path)
+    assert frame.loc[0, ["note", "peer", "numpy"]].tolist() == ["", "", "2.40"]
+    assert "nan" not in bench.table(frame).lower()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "<html>", "\0", "stage,version\na,b\n", "a,b\n1,2,3\n1,2,3,4\n"]
+)
+def test_a_file_that_is_no_record_is_named(tmp_path, text):
+    path = tmp_path / "rows.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="rows.csv is no record of .*; expected CSV"):
+        bench.load(path)
 
 
 def test_an_interrupted_run_keeps_its_rows(tmp_path, monkeypatch):
@@ -358,6 +379,20 @@ def test_the_ladder_draws_attention_and_trees(frame):
     assert "logits to a tree of 32 nodes" in alt_text and "1024" in alt_text
     heap = next(line for line in right.lines if line.get_label() == "torch + heapq")
     assert heap.get_xdata().tolist() == [32, 64, 256, 1024]
+
+
+def test_without_ceilings_no_share_of_a_roof_is_told(frame):
+    rows = frame[frame["stage"] == "verify_attn"].assign(percent=np.nan)
+    alt_text = roofline_figure(rows)[1]
+    assert "wgmma reaches" in alt_text and "nan" not in alt_text and "%" not in alt_text
+
+
+def test_times_leave_out_what_was_not_timed(frame):
+    rows = frame[frame["stage"] == "verify_attn"].iloc[:3].copy()
+    rows.loc[rows.index[0], "us"] = np.nan
+    assert len(times_figure(rows)[0].axes[0].patches) == 2
+    with pytest.raises(ValueError, match="rows has no timed row"):
+        times_figure(rows.iloc[:1])
 
 
 def test_figures_need_attention_rows(frame):

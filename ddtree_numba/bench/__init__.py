@@ -165,12 +165,26 @@ def rows_of(case: Case, recorder: Recorder, ceilings: Ceilings) -> Iterator[Row]
 
 
 def load(path: Path) -> pd.DataFrame:
-    """Recorded rows; text that is empty stays text."""
+    """Recorded rows; text that is empty stays text.
+
+    Raises
+    ------
+    ValueError
+        For a file that is no such record.
+    """
     import pandas as pd
 
-    frame = pd.read_csv(path, dtype={"driver": str, "commit": str, "date": str})
-    text = frame.columns[[not pd.api.types.is_numeric_dtype(t) for t in frame.dtypes]]
-    return frame.fillna(dict.fromkeys(text, ""))[list(COLUMNS)]
+    kinds = {column.name: column.type for column in dataclasses.fields(Row)}
+    try:
+        frame = pd.read_csv(path, dtype=kinds)
+        frame = frame[list(COLUMNS)]
+    except (ValueError, KeyError) as error:
+        why = " ".join(str(error).split())
+        raise ValueError(
+            f"{path} is no record of `ddtree bench`: {why}; expected CSV with the "
+            f"columns {', '.join(COLUMNS)}"
+        ) from error
+    return frame.fillna({name: "" for name, kind in kinds.items() if kind == "str"})
 
 
 def table(frame: pd.DataFrame) -> str:

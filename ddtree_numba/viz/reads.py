@@ -130,13 +130,21 @@ def times_figure(rows: pd.DataFrame) -> tuple[Figure, str]:
     Parameters
     ----------
     rows : pandas.DataFrame
-        A row a version, with the columns of `ddtree_numba.bench.bench`.
+        A row a version, with the columns of `ddtree_numba.bench.bench`. What was not
+        timed is left out.
 
     Returns
     -------
     figure, alt_text
+
+    Raises
+    ------
+    ValueError
+        If no row was timed.
     """
-    rows = rows.sort_values("us", ascending=False)
+    rows = rows[rows["us"] > 0].sort_values("us", ascending=False)
+    if rows.empty:
+        raise ValueError("rows has no timed row")
     shape, card = rows["shape"].iloc[0], rows["card"].iloc[0]
     height = 1.3 + 0.42 * len(rows)
     figure = Figure(figsize=(8.2, height), layout="constrained", facecolor="white")

@@ -83,9 +83,11 @@ def roofline_figure(frame: pd.DataFrame) -> tuple[Figure, str]:
         ax.plot(intensity[part.index], part["tflops"], label=version, **style)
     for _, part in rows.groupby("shape", sort=False):
         best = _fastest(part)
+        # NaN where no ceiling was measured.
+        share = f", {best['percent']:.0f} % of its roof" if best["percent"] > 0 else ""
         alt_texts.append(
             f"{best['shape'].removesuffix(' bf16')}: {best['version']} reaches "
-            f"{best['tflops']:.0f} TFLOP/s, {best['percent']:.0f} % of its roof."
+            f"{best['tflops']:.0f} TFLOP/s{share}."
         )
     _name_intensities(ax, intensity, rows["shape"])
     ax.set_xlabel(
