@@ -273,11 +273,12 @@ def attend(
     query: np.ndarray, keys: np.ndarray, values: np.ndarray, sm_scale: float
 ) -> tuple[np.ndarray, float]:
     """Softmax attention of one query over its visible keys: output and lse."""
-    if len(keys) == 0:
-        return np.zeros(values.shape[1]), -np.inf
     scores = keys @ query * sm_scale
+    weighs = scores != -np.inf  # else not even an infinite value counts; NaN does
+    if not weighs.any():
+        return np.zeros(values.shape[1]), -np.inf
     lse = logsumexp(scores)
-    return np.exp(scores - lse) @ values, lse
+    return np.exp(scores[weighs] - lse) @ values[weighs], lse
 
 
 def verify_attn(

@@ -289,6 +289,16 @@ def test_a_pair_keeps_what_float32_rounds_away():
     assert abs(float(hi) + float(lo) - exact) < 1e-11
 
 
+@EVERY_WAY
+def test_a_score_of_minus_infinity_is_as_good_as_no_key(how):
+    q, visibility = np.float32([[[[1, 0]]]]), np.ones((1, 1, 1), np.uint32)
+    cache = np.float32([[[-INF, 0], [3, 0]], [[-INF, 0], [-INF, 0]]])
+    case = np.repeat(q, 2, 0), cache, [1, 1], np.repeat(visibility, 2, 0)
+    out, lse = attend(how, *case, d_latent=1, sm_scale=0.5)
+    assert out[:, 0, 0, 0].tolist() == [3, 0]
+    np.testing.assert_allclose(lse[:, 0, 0], [1.5, -INF], rtol=1e-6)
+
+
 @KERNELS
 @pytest.mark.parametrize("n_splits", [1, 2, 5])
 def test_splits_do_not_change_the_result(how, n_splits):
