@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ddtree_numba import bf16
+from ddtree_numba import bf16, reference
 
 
 def verify_attn(
@@ -36,6 +36,15 @@ def verify_attn(
         seen_rows = np.concatenate([prefix, prefix_lens[b] + tail])
         keys = bf16.to_float64(kv_cache[b, seen_rows])
         queries = bf16.to_float64(q[b, live]).reshape(-1, q.shape[3])
+        if not (np.isfinite(keys).all() and np.isfinite(queries).all()):
+            # 0 · NaN is NaN: here it would reach rows that do not see it.
+            one = slice(b, b + 1)
+            out[one], lse[one] = reference.verify_attn(
+                *(x[one] for x in (q, kv_cache, prefix_lens, visibility)),
+                sm_scale=sm_scale,
+                d_latent=d_latent,
+            )
+            continue
         scores = (queries @ keys.T * sm_scale).reshape(live.size, heads, -1)
         tail_scores = scores[:, :, len(prefix) :]  # a view
         seen = bits[np.ix_(live, tail)][:, None]

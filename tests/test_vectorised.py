@@ -51,3 +51,15 @@ def test_padding_rows_see_nothing():
     assert_array_equal(out[0, 2:], 0)
     assert_array_equal(lse[0, 2:], -np.inf)
     assert np.isfinite(out[0, :2]).all()
+
+
+def test_nan_reaches_only_rows_that_see_it():
+    q, kv_cache, lens, visibility = inputs([4], [6], n=6)
+    kv_cache[0, 4 + 5, 3] = np.nan  # a leaf's row
+    q[0, 3, 1, 0] = np.nan
+    sizes = {"sm_scale": 1.0, "d_latent": D_LATENT}
+    found = vectorised.verify_attn(q, kv_cache, lens, visibility, **sizes)
+    expected = reference.verify_attn(q, kv_cache, lens, visibility, **sizes)
+    for a, b in zip(found, expected, strict=True):
+        assert_array_equal(a, b)
+    assert np.isfinite(found[0][0, :3]).all() and np.isnan(found[0][0, 5]).any()
