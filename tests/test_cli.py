@@ -265,6 +265,15 @@ def test_an_argument_keeps_bytes_that_are_no_utf_8():
     assert cli._read_prompt(os.fsdecode(b"a\xff b")) == b"a\xff b"
 
 
+@pytest.fixture
+def interruptible():
+    """Background jobs of a shell ignore interrupts, and so does what they start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_of_the_demo_is_quiet():
     command = [sys.executable, "-m", "ddtree_numba", "demo", "--max-new-tokens", "500"]
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
