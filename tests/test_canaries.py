@@ -102,10 +102,12 @@ def test_topk(kernel_executor, guards, version, dtype):
     np.testing.assert_allclose(log_probs, expected[0], rtol=2.0**-23, atol=1e-6)
 
 
-@pytest.mark.parametrize("version", ["simple", "parallel"])
+@pytest.mark.parametrize("version", ["simple", "small", "parallel"])
 def test_tree_build(kernel_executor, guards, version):
     on_gpu = kernel_executor == "gpu"
     n_draft_nodes = [1024, 700] if on_gpu else [21, 0]
+    if version == "small" and on_gpu:
+        n_draft_nodes = [64, 33]
     length, k = (15, 1024) if on_gpu else (3, 7)
     rng = np.random.default_rng(1)
     log_probs = -np.sort(rng.exponential(size=(2, length, k)) * 6).astype(np.float32)

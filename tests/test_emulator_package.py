@@ -53,6 +53,10 @@ def run_tree_build(rng, executor="emulator", version="simple"):
     return vars(tree).values()
 
 
+def run_small_tree_build(rng, executor="emulator"):
+    return run_tree_build(rng, executor, version="small")
+
+
 def run_parallel_tree_build(rng, executor="emulator"):
     return run_tree_build(rng, executor, version="parallel")
 
@@ -93,6 +97,7 @@ STAGES = {
     run_chunks_topk: {"topk_scan_kernel", "topk_pick_kernel"},
     run_argmax: {"argmax_scan_kernel", "argmax_pick_kernel"},
     run_tree_build: {"tree_build_kernel"},
+    run_small_tree_build: {"tree_build_small_kernel"},
     run_parallel_tree_build: {"tree_build_parallel_kernel"},
     run_tree_accept: {"tree_accept_kernel"},
     run_kv_compact: {"kv_compact_kernel"},

@@ -16,17 +16,21 @@ from ddtree_numba.emulator import emulate
 from ddtree_numba.kernels import tree_build as tree_build_module
 from ddtree_numba.kernels.topk import topk
 from ddtree_numba.kernels.tree_build import (
+    SMALL,
     add_rank,
     tree_build,
     tree_build_kernel,
     tree_build_parallel_kernel,
+    tree_build_small_kernel,
 )
 from ddtree_numba.tree import DraftTree
 
 INF, NAN = np.inf, np.nan
 EVERY_EXECUTOR = pytest.mark.parametrize("executor", ["numpy", "emulator", GPU])
 KERNEL_EXECUTOR = pytest.mark.parametrize("executor", ["emulator", GPU])
-EVERY_VERSION = pytest.mark.parametrize("version", ["simple", "parallel"])
+VERSIONS = ["simple", "small", "parallel"]
+EVERY_VERSION = pytest.mark.parametrize("version", VERSIONS)
+FOR_LARGE_TREES = pytest.mark.parametrize("version", ["simple", "parallel"])
 
 
 def build(logits, n_draft_nodes: int, executor: str, **options) -> DraftTree:
@@ -332,7 +336,7 @@ def test_more_ties_than_there_is_room_for(monkeypatch, name, size):
     assert_same(found, tree_build(log_probs, tokens, 40, executor="numpy"))
 
 
-@EVERY_VERSION
+@FOR_LARGE_TREES
 def test_more_children_than_a_warp_has_lanes(executor, version):
     log_probs, tokens = random_candidates(2, (1, 2, 70))
     log_probs[0, 1] *= 1e-3
@@ -366,12 +370,21 @@ def test_a_child_that_a_sum_takes_up_ties_with_its_parent(kernel_executor):
     assert tree.parents.tolist() == [[-1, 0, 1]]
 
 
+def of_every_version(shapes_and_budgets: list) -> list[tuple]:
+    """``(version, shape, budget)``, but for trees too large for the small version."""
+    every = itertools.product(VERSIONS, shapes_and_budgets)
+    return [(v, *case) for v, case in every if v != "small" or case[1] <= SMALL]
+
+
+SHAPES = (2, 15, 33), (1, 1, 70), (1, 64, 1), (1, 70, 1), (1, 2, 8), (1, 15, 32)
+BUDGETS = 33, 64, 64, 64, 64, 130
+
+
 @KERNEL_EXECUTOR
-@EVERY_VERSION
 @pytest.mark.parametrize("digits", [None, 1, 0])
 @pytest.mark.parametrize(
-    ("shape", "budget"),
-    [((2, 15, 33), 33), ((1, 1, 70), 64), ((1, 64, 1), 64), ((1, 15, 32), 130)],
+    ("version", "shape", "budget"),
+    of_every_version(list(zip(SHAPES, BUDGETS, strict=True))),
     ids=str,
 )
 def test_the_kernel_equals_the_reference(executor, version, shape, budget, digits):
@@ -383,10 +396,11 @@ def test_the_kernel_equals_the_reference(executor, version, shape, budget, digit
     assert_same(found, expected)
 
 
-def test_ragged_budgets_leave_padding(executor):
+@EVERY_VERSION
+def test_ragged_budgets_leave_padding(executor, version):
     log_probs, tokens = random_candidates(3, (4, 5, 8), 1)
     budgets = [7, 0, 40, 1]
-    tree = tree_build(log_probs, tokens, budgets, executor=executor)
+    tree = tree_build(log_probs, tokens, budgets, version=version, executor=executor)
     tree.validate()
     assert tree.n_rows.tolist() == [8, 1, 41, 2]
     assert tree.max_rows == 41
@@ -419,19 +433,21 @@ def test_an_empty_batch_gives_an_empty_tree(executor):
 
 
 @pytest.mark.gpu
-@EVERY_VERSION
 @pytest.mark.parametrize("digits", [None, 1, 0])
-@pytest.mark.parametrize("budget", [1, 8, 32, 64, 256, 1024])
-@pytest.mark.parametrize("batch", [1, 8])
-def test_full_size_equals_the_reference(batch, budget, digits, version):
-    log_probs, tokens = random_candidates(budget, (batch, 15, budget), digits)
+@pytest.mark.parametrize(
+    ("version", "shape", "budget"),
+    of_every_version([((8, 15, m), m) for m in (1, 8, 32, 64, 256, 1024)]),
+    ids=str,
+)
+def test_full_size_equals_the_reference(shape, budget, digits, version):
+    log_probs, tokens = random_candidates(budget, shape, digits)
     expected = tree_build(log_probs, tokens, budget, executor="numpy")
     found = tree_build(log_probs, tokens, budget, version=version, executor="gpu")
     assert_same(found, expected)
 
 
 @pytest.mark.gpu
-@EVERY_VERSION
+@FOR_LARGE_TREES
 @pytest.mark.parametrize("value", [0.0, -0.5])
 def test_64_positions_of_1024_equal_candidates(value, version):
     log_probs, tokens = random_candidates(0, (1, 64, 1024))
@@ -487,14 +503,15 @@ def test_device_budgets_need_max_draft_nodes():
 # -------------------------------------------------------------------- the kernel itself
 
 
+@pytest.mark.parametrize("kernel", [tree_build_kernel, tree_build_small_kernel])
 @pytest.mark.parametrize("order", ["forward", "reverse", "shuffled"])
-def test_no_race_in_any_order_of_the_lanes(order):
+def test_no_race_in_any_order_of_the_lanes(order, kernel):
     log_probs, tokens = random_candidates(6, (2, 4, 6), 0)
     budgets, roots = np.array([40, 11], np.int32), np.array([8, 9], np.int32)
     expected = tree_build(log_probs, tokens, budgets, root_tokens=roots)
     found = DraftTree(**{name: np.empty_like(x) for name, x in vars(expected).items()})
     report = emulate(
-        *(tree_build_kernel, 2, 64),
+        *(kernel, 2, 64),
         *(log_probs, 0, tokens, budgets, 1, 40, roots, 1),
         *vars(found).values(),
         order=order,
@@ -526,16 +543,43 @@ def test_no_race_in_the_parallel_version(monkeypatch, order, digits):
 
 
 @pytest.mark.parametrize(
-    ("deeper", "unused"), [(0, "tree_build_kernel"), (1, "tree_build_parallel_kernel")]
+    ("budget", "deeper", "taken"),
+    [(64, 9, "small"), (65, 0, "parallel"), (65, 1, "simple")],
 )
-def test_auto_takes_the_parallel_version_as_deep_as_labels_go(
-    monkeypatch, deeper, unused
+def test_auto_takes_the_small_version_or_the_parallel_one_as_deep_as_labels_go(
+    monkeypatch, budget, deeper, taken
 ):
     shape = (1, tree_build_module.EXACT_DEPTH + deeper, 2)
     candidates = random_candidates(8, shape)
-    expected = tree_build(*candidates, 20)
-    monkeypatch.delattr(tree_build_module, unused)  # "auto" does without it
-    assert_same(tree_build(*candidates, 20, executor="emulator"), expected)
+    expected = tree_build(*candidates, budget)
+    kernels = {
+        "simple": "tree_build_kernel",
+        "small": "tree_build_small_kernel",
+        "parallel": "tree_build_parallel_kernel",
+    }
+    for version in kernels.keys() - {taken}:  # "auto" does without them
+        monkeypatch.delattr(tree_build_module, kernels[version])
+    assert_same(tree_build(*candidates, budget, executor="emulator"), expected)
+
+
+def test_two_candidates_of_one_lane_that_tie(kernel_executor):
+    """Rows 1 and 33 have one lane of the small version, and children of one score."""
+    table = np.full((1, 3, 30), -INF, np.float32)
+    table[0, 0, :2] = 0, -0.25
+    table[0, 1, :2] = -0.125, -0.375
+    table[0, 2] = -np.arange(1, 31) / 512
+    tokens = np.zeros(table.shape, np.int32)
+    tree = tree_build(table, tokens, 35, version="small", executor=kernel_executor)
+    assert tree.parents[0, 33:].tolist() == [0, 1, 33]
+    assert tree.log_probs[0, 34:].tolist() == [-0.375, -0.375]
+
+
+def test_the_small_version_takes_small_trees_only(executor):
+    candidates = random_candidates(8, (1, 2, 3))
+    with pytest.raises(ValueError, match="up to 65; version 'small' takes up to 64"):
+        tree_build(
+            *candidates, 3, max_draft_nodes=65, version="small", executor=executor
+        )
 
 
 @cuda.jit
@@ -602,6 +646,7 @@ def test_ptx_adds_scores_in_float64_and_needs_no_local_memory(cc):
     pool = int32[:, :, ::1], int64[:, ::1], float64[:, ::1]
     for kernel, signature in (
         (tree_build_kernel, given + outputs),
+        (tree_build_small_kernel, given + outputs),
         (tree_build_parallel_kernel, given + pool + outputs),
     ):
         ptx = backend.compile_ptx(kernel, signature, compute_capability=cc)
@@ -662,11 +707,14 @@ def test_a_negative_token_is_an_error_unless_it_is_never_a_node(executor):
     assert (tree_build(log_probs, tokens, 4, executor=executor).n_rows == 5).all()
 
 
-def test_unchecked_candidates_give_the_same_tree_everywhere(kernel_executor):
+@EVERY_VERSION
+def test_unchecked_candidates_give_the_same_tree_everywhere(kernel_executor, version):
     log_probs, tokens = random_candidates(0, (1, 3, 4))
     for spoilt in (log_probs[..., ::-1], -log_probs, log_probs + np.inf):
         trees = [
-            tree_build(spoilt, tokens - 2, 7, check=False, executor=where)
+            tree_build(
+                spoilt, tokens - 2, 7, check=False, version=version, executor=where
+            )
             for where in (kernel_executor, "numpy")
         ]
         for name, x in vars(trees[0]).items():

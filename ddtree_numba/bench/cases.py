@@ -533,6 +533,8 @@ def _single_tree_stages(batch: int, n_draft_nodes: int) -> Iterator[Case]:
             partial(_own_topk, batch, n_draft_nodes, version),
         )
     for version in tree_build_module.VERSIONS[1:]:
+        if version == "small" and n_draft_nodes > tree_build_module.SMALL:
+            continue
         yield Case(
             "tree_build",
             version,

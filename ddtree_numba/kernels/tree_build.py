@@ -55,6 +55,8 @@ Versions
 --------
 tree_build_kernel           "simple": one block a request: one warp selects the rows, M
                             steps one after the other, then all threads write them out
+tree_build_small_kernel     "small": as simple, up to 64 nodes: the frontier lies in the
+                            registers of the warp, which knows what comes next
 tree_build_parallel_kernel  "parallel": one block a request, L steps by levels
 """
 
@@ -90,7 +92,14 @@ NO_ORDER = NO_SLOT = 0xFFFF  # behind every candidate, none of them
 NOTHING = -0x7FF00001  # -inf's upper half, as `best_candidate` orders scores
 RISES, HOLDS_NAN = 1, 2
 
-VERSIONS = ("auto", "simple", "parallel")
+VERSIONS = ("auto", "simple", "small", "parallel")
+SMALL = 64  # nodes whose candidates a warp holds in registers …
+SLOTS = SMALL // WARP  # … so many a lane
+SMALL_ROWS = SMALL + 1
+SMALL_ROOM = SMALL_ROWS + WARP  # for a row that a lane does not write
+# Depths and ranks that are looked at, one more than a tree has; whole pieces of them.
+CORNER = SMALL_ROWS, SMALL + PIECE
+SMALL_THREADS = 128
 PARALLEL_THREADS = 512  # at most
 LABEL_BITS = 63
 EXACT_DEPTH = LABEL_BITS - 2 * (MAX_DRAFT_NODES.bit_length() - 1)
@@ -378,6 +387,214 @@ def tree_build_kernel(
     if cuda.threadIdx.x < WARP:
         frontier = scores, orders, ranks, before
         count = select_rows(table, np.uint32(budget), frontier, rows)
+        if cuda.threadIdx.x == 0:
+            live[0] = count
+    # Orders the rows before they are read, and what was cleared before it is set.
+    cuda.syncthreads()
+    if cuda.threadIdx.x == 0:
+        n_rows[b] = live[0]
+    i = cuda.threadIdx.x
+    while i < parents.shape[1]:
+        write_row(b, i, live[0], candidates, root_tokens, rooted, rows, tree)
+        i += cuda.blockDim.x
+
+
+# ------------------------------------------------------------------------ small version
+
+
+@cuda.jit(device=True)
+def load_corner(table, wide, corner):
+    """Load the ranks and depths that `SMALL` nodes can reach; whether NaN is anywhere.
+
+    -inf stands behind a row's last candidate and behind the last row, so that nobody
+    need ask whether there is a next sibling or a child. Ends with a block barrier.
+    """
+    tile = cuda.local.array(PIECE, np.float32)
+    nan = np.int32(0)
+    length = np.uint32(table.shape[0])
+    pieces = np.uint32((table.shape[1] + 1) // PIECE + 1)
+    p = np.uint32(cuda.threadIdx.x)
+    while p < (length + np.uint32(2)) * pieces:
+        position = np.uint32(p // pieces)
+        start = np.uint32((p - position * pieces) * np.uint32(PIECE))
+        row = table[min(position, np.uint32(length - np.uint32(1)))]
+        load_piece(row, start, wide, tile, 0)
+        kept = position < corner.shape[0] and start < corner.shape[1]
+        for j in range(PIECE):
+            x = tile[j] if position < length else np.float32(-math.inf)
+            nan |= x != x
+            if kept:
+                corner[position, start + np.uint32(j)] = np.float64(x)
+        p = np.uint32(p + np.uint32(cuda.blockDim.x))
+    return cuda.syncthreads_or(nan) != 0
+
+
+@cuda.jit(device=True)
+def in_slot(values, k):
+    """The k-th of a lane's values, which stay in registers."""
+    value = values[0]
+    for j in range(1, SLOTS):
+        other = values[j]  # not in the choice below, or it would be one of addresses
+        value = other if k == j else value
+    return value
+
+
+@cuda.jit(device=True)
+def lane_says(x, lane):
+    """A lane's unsigned x, for the warp."""
+    return np.uint32(cuda.shfl_sync(FULL_WARP, np.int32(x), lane))
+
+
+@cuda.jit(device=True)
+def first_of_ties(scores, uppers, orders, highest, lanes):
+    """Of the candidates whose upper half is `highest`, ballot for the best one."""
+    least, first = np.uint32(0xFFFFFFFF), np.uint32(0xFFFFFFFF)
+    lowers = cuda.local.array(SLOTS, np.uint32)
+    for k in range(SLOTS):
+        bits = cuda.libdevice.double_as_longlong(scores[k])
+        lowers[k] = np.uint32(bits if bits < 0 else ~bits)
+        if uppers[k] == highest:
+            least = min(least, lowers[k])
+    least = redux_min(np.uint32(least))
+    for k in range(SLOTS):
+        if uppers[k] == highest and lowers[k] == least:
+            first = min(first, orders[k])
+    first = redux_min(np.uint32(first))
+    for k in range(SLOTS):  # no two orders are equal
+        mine = uppers[k] == highest and orders[k] == first
+        lanes[k] = cuda.ballot_sync(FULL_WARP, mine)
+
+
+@cuda.jit(device=True)
+def best_slot(scores, orders):
+    """The slot of the warp's best candidate: which of whose lane; and if there is one.
+
+    Says it in every lane.
+    """
+    uppers = cuda.local.array(SLOTS, np.int32)
+    lanes = cuda.local.array(SLOTS, np.uint32)
+    highest = np.int32(NOTHING)
+    for k in range(SLOTS):
+        # As in `best_candidate`. inf - inf, a negative NaN, comes below `NOTHING`.
+        upper = np.int32(cuda.libdevice.double_as_longlong(scores[k]) >> 32)
+        uppers[k] = upper ^ ((upper >> 31) & 0x7FFFFFFF)
+        highest = max(highest, uppers[k])
+    highest = redux_max(np.int32(highest))
+    either, several = np.uint32(0), np.uint32(0)
+    for k in range(SLOTS):
+        lanes[k] = cuda.ballot_sync(FULL_WARP, uppers[k] == highest)
+        several |= either & lanes[k]
+        either |= lanes[k]
+    if several | (either & np.uint32(either - np.uint32(1))) != 0:
+        first_of_ties(scores, uppers, orders, highest, lanes)
+    either, which = lanes[0], np.uint32(0)
+    for k in range(1, SLOTS):
+        either |= lanes[k]
+        which = np.uint32(k) if lanes[k] != 0 else which
+    winner = np.uint32(np.uint32(WARP - 1) - np.uint32(cuda.clz(np.int32(either))))
+    return which, winner, highest != NOTHING
+
+
+@cuda.jit(device=True)
+def select_small(corner, budget, rows):
+    """Do what `select_rows` does, with all that a step waits for in registers.
+
+    Slot s is the (s // 32)-th of lane s % 32. Its candidate's next sibling and first
+    child are scored while the warp looks for the best one, in case it is this.
+
+    The chain of what waits for what is short only without branches: so a lane chooses
+    among values that it has, and one that has no row to write writes it beside them.
+    """
+    row_scores, row_parents, row_depths, row_ranks, row_before = rows
+    scores = cuda.local.array(SLOTS, np.float64)
+    above = cuda.local.array(SLOTS, np.float64)  # their parents' scores
+    orders = cuda.local.array(SLOTS, np.uint32)
+    depths = cuda.local.array(SLOTS, np.uint32)
+    ranks = cuda.local.array(SLOTS, np.uint32)
+    before = cuda.local.array(SLOTS, np.uint32)
+    siblings = cuda.local.array(SLOTS, np.float64)
+    children = cuda.local.array(SLOTS, np.float64)
+    lane = np.uint32(cuda.threadIdx.x)
+    for k in range(SLOTS):
+        scores[k] = np.float64(-math.inf)  # nothing in it yet
+        above[k] = np.float64(0.0)
+        orders[k] = np.uint32(NO_ORDER)
+        depths[k] = np.uint32(1)
+        ranks[k] = before[k] = np.uint32(0)
+    if lane == 0:
+        put_root(rows)
+        scores[0] = above[0] + corner[0, 0]  # never -0.0
+        orders[0] = np.uint32(0)
+    row = np.uint32(1)
+    while row <= budget:
+        for k in range(SLOTS):
+            depth, rank = depths[k], np.uint32(ranks[k] + np.uint32(1))
+            siblings[k] = above[k] + corner[np.uint32(depth - np.uint32(1)), rank]
+            children[k] = scores[k] + corner[depth, 0]
+        which, winner, found = best_slot(scores, orders)
+        if not found:  # in every lane alike
+            break
+        child = cuda.shfl_sync(FULL_WARP, in_slot(children, which), winner)
+        score = cuda.shfl_sync(FULL_WARP, in_slot(scores, which), winner)
+        order = lane_says(in_slot(orders, which), winner)
+        depth = lane_says(in_slot(depths, which), winner)
+        slot = np.uint32(which * np.uint32(WARP) + winner)
+        at = row if lane == winner else np.uint32(lane + np.uint32(SMALL_ROWS))
+        row_scores[at] = score
+        row_parents[at] = slot
+        row_depths[at] = depth
+        row_ranks[at] = in_slot(ranks, which)
+        row_before[at] = in_slot(before, which)
+        for k in range(SLOTS):
+            own = np.uint32(lane + np.uint32(k * WARP))
+            taken, new = own == slot, own == row
+            moved = np.uint32(orders[k] + np.uint32(orders[k] >= order))
+            orders[k] = order if new else moved
+            scores[k] = child if new else siblings[k] if taken else scores[k]
+            above[k] = score if new else above[k]
+            depths[k] = np.uint32(depth + np.uint32(1)) if new else depths[k]
+            ranks[k] = np.uint32(ranks[k] + np.uint32(taken))
+            before[k] = row if taken else before[k]
+        row = np.uint32(row + np.uint32(1))
+    return row
+
+
+@cuda.jit
+def tree_build_small_kernel(
+    log_probs,  # [B, L, K] f32
+    wide,  # i32: whether `loads_wide` allows loads of 16 bytes from it
+    candidates,  # [B, L, K] i32: their tokens
+    n_draft_nodes,  # [B] i32: budgets, cut to 0 … most, if `ragged`
+    ragged,  # i32: 0 if n_draft_nodes is not to be read, because all are `most`
+    most,  # i32: the largest budget, N - 1 or less
+    root_tokens,  # [B] i32, if `rooted`
+    rooted,  # i32: 0 if root_tokens is not to be read, because they are unknown
+    token_ids,  # out [B, N] i32
+    parents,  # out [B, N] i32
+    depths,  # out [B, N] i32
+    next_token,  # out [B, N] i32
+    next_sibling,  # out [B, N] i32
+    row_log_probs,  # out [B, N] f32
+    visibility,  # out [B, N, ceil(N/32)] u32
+    n_rows,  # out [B] i32
+):
+    # float64 is meant: it adds float32 of like size exactly, so that equal paths tie.
+    row_scores = cuda.shared.array(SMALL_ROOM, np.float64)
+    row_parents = cuda.shared.array(SMALL_ROOM, np.uint16)  # of the root 0
+    row_depths = cuda.shared.array(SMALL_ROOM, np.uint16)
+    row_ranks = cuda.shared.array(SMALL_ROOM, np.uint16)
+    row_before = cuda.shared.array(SMALL_ROOM, np.uint16)  # previous sibling, or 0
+    corner = cuda.shared.array(CORNER, np.float64)
+    live = cuda.shared.array(1, np.int32)
+    b = cuda.blockIdx.x
+    rows = row_scores, row_parents, row_depths, row_ranks, row_before
+    links = next_token, next_sibling
+    tree = (token_ids, parents, depths, *links, row_log_probs, visibility)
+    budget = start_request(b, n_draft_nodes, ragged, most, *links, visibility)
+    if load_corner(log_probs[b], wide, corner):
+        budget = 0
+    if cuda.threadIdx.x < WARP:
+        count = select_small(corner, np.uint32(budget), rows)
         if cuda.threadIdx.x == 0:
             live[0] = count
     # Orders the rows before they are read, and what was cleared before it is set.
@@ -811,8 +1028,9 @@ def tree_build(
         Raise for what `topk` cannot have given: NaN, log-probs that rise along K or are
         above 0, negative tokens. If omitted, host arrays are checked; device arrays
         cannot be.
-    version : {"auto", "simple", "parallel"}
-        The kernel; "auto" is parallel up to L = 43. Both build the same tree.
+    version : {"auto", "simple", "small", "parallel"}
+        The kernel. All build the same tree; "small" up to 64 nodes. "auto" is small up
+        to there, parallel up to L = 43.
     executor : {"gpu", "emulator", "numpy"}, optional
         If omitted: ``DDTREE_EXECUTOR``, else NumPy for host arrays, the GPU for device
         arrays.
@@ -859,7 +1077,12 @@ def tree_build(
     if version not in VERSIONS:
         raise ValueError(f"version is {version!r}; expected {', '.join(VERSIONS)}")
     if version == "auto":
-        version = "simple" if log_probs.shape[1] > EXACT_DEPTH else "parallel"
+        many = "simple" if log_probs.shape[1] > EXACT_DEPTH else "parallel"
+        version = "small" if most <= SMALL else many
+    elif version == "small" and most > SMALL:
+        raise ValueError(
+            f"n_draft_nodes is up to {most}; version 'small' takes up to {SMALL}"
+        )
     if at.executor == "numpy":
         return reference.tree_build(
             log_probs,
@@ -891,6 +1114,8 @@ def tree_build(
         outputs = vars(tree).values()
         if version == "simple":
             at.launch(tree_build_kernel, batch, THREADS, *given, *outputs)
+        elif version == "small":
+            at.launch(tree_build_small_kernel, batch, SMALL_THREADS, *given, *outputs)
         else:
             pool = (
                 at.empty((batch, 5, POOL), np.int32),
