@@ -134,6 +134,7 @@ def test_a_padding_row_sees_nothing_not_even_the_prefix(kernel_executor):
     q, cache, lens, visibility = bf16_case(3, 3, 2, [2])
     visibility[0, 2] = 0
     cache[0, 4] = BF16_NAN  # in the padding's own row
+    q[0, 2, :, 0] = bf16.from_float32(np.float32([INF, -INF]))  # one scores +inf
     out, lse = attend(kernel_executor, (q, cache, lens, visibility))
     np.testing.assert_array_equal(out[0, 2], 0)
     np.testing.assert_array_equal(lse[0, 2], -INF)

@@ -1038,6 +1038,7 @@ def inverse(total):
 @device
 def log_sum(top, total):
     """The natural logarithm of a row's sum; -inf where nothing was seen."""
+    top = cuda.libdevice.fminf(top, LARGEST)  # of a padding row perhaps inf, as is q
     return cuda.fma(top, LN_2, LN_2 * cuda.libdevice.fast_log2f(total))
 
 
