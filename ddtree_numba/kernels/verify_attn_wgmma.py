@@ -960,7 +960,7 @@ def compute_odd(
 
 
 @device
-def combine_totals(memory, thread, request, total, group):
+def combine_totals(memory, thread, request, top, total, group):
     """Sum a row's totals over its four lanes and both warpgroups; 0 for padding."""
     for distance in (1, 2):  # the 4 lanes of a row
         total[0] += cuda.shfl_xor_sync(FULL_WARP, total[0], distance)
@@ -969,7 +969,7 @@ def combine_totals(memory, thread, request, total, group):
     if thread.t == 0:
         for r in range(2):
             if memory.floats[SEEING + thread.row + 8 * r] == ZERO:
-                total[r] = ZERO
+                top[r], total[r] = ZERO, ZERO  # top: inf perhaps, as its queries
         memory.floats[at + group * ROWS] = total[0]
         memory.floats[at + group * ROWS + 8] = total[1]
     bar_sync(BOTH, CONSUMERS)  # the totals of both warpgroups are there
@@ -1038,7 +1038,6 @@ def inverse(total):
 @device
 def log_sum(top, total):
     """The natural logarithm of a row's sum; -inf where nothing was seen."""
-    top = cuda.libdevice.fminf(top, LARGEST)  # of a padding row perhaps inf, as is q
     return cuda.fma(top, LN_2, LN_2 * cuda.libdevice.fast_log2f(total))
 
 
@@ -1511,7 +1510,7 @@ def wgmma_kernel(
                 margin,
             )  # fmt: skip
         queries_parity = np.int32(queries_parity ^ 1)
-        combine_totals(memory, thread, request, total, group)
+        combine_totals(memory, thread, request, top, total, group)
         if count == tiles:
             write(memory.floats, number, sums, top, total, out, lse, b, row, thread.t)
         else:
