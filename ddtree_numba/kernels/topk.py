@@ -509,7 +509,9 @@ def merge_spans(tops, totals, lows):
     for distance in (16, 8, 4, 2, 1):
         top = cuda.libdevice.fmaxf(top, cuda.shfl_xor_sync(FULL_WARP, top, distance))
         low = cuda.libdevice.fminf(low, cuda.shfl_xor_sync(FULL_WARP, low, distance))
-    return top, warp_sum(total * math.exp(mine - top)), low
+    total = warp_sum(total * math.exp(mine - top))
+    # As in `sum_of_row`: one of the products may be fused, in every lane another one.
+    return top, cuda.shfl_sync(FULL_WARP, total, 0), low
 
 
 @cuda.jit(device=True)
