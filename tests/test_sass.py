@@ -42,10 +42,10 @@ def run_argmax():
     argmax(np.zeros((1, 2, 40000), np.uint16), [1], check=False, **ON_EMULATOR)
 
 
-def run_tree_build(n_draft_nodes):
+def run_tree_build(version):
     table = np.zeros((1, 15, 64), np.float32)
     ids = np.zeros(table.shape, np.int32)
-    tree_build(table, ids, n_draft_nodes, **ON_EMULATOR)
+    tree_build(table, ids, 64, version=version, **ON_EMULATOR)
 
 
 def run_tree_accept():
@@ -67,8 +67,8 @@ def run_verify_attn(version):
 RUNS = {
     "topk": run_topk,
     "argmax": run_argmax,
-    "tree_build-small": lambda: run_tree_build(64),
-    "tree_build-parallel": lambda: run_tree_build(256),
+    "tree_build-small": lambda: run_tree_build("small"),
+    "tree_build-parallel": lambda: run_tree_build("parallel"),
     "tree_accept": run_tree_accept,
     "kv_compact": run_kv_compact,
     "verify_attn-mma": lambda: run_verify_attn("mma"),

@@ -194,7 +194,9 @@ def big_stages():
     form = {"sm_scale": 0.1, "d_latent": 512}
     stages = {
         "topk-split": lambda: topk(logits, 300),
-        "tree_build-small": lambda: vars(tree_build(*candidates, 30)).values(),
+        "tree_build-small": lambda: vars(
+            tree_build(*candidates, 30, version="small")
+        ).values(),
         "tree_build-parallel": lambda: vars(tree_build(*candidates, 300)).values(),
         "tree_build-nothing": lambda: vars(tree_build(*nothing, 3)).values(),
     }

@@ -542,16 +542,13 @@ def test_no_race_in_the_parallel_version(monkeypatch, order, digits):
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize(
-    ("budget", "deeper", "taken"),
-    [(64, 9, "small"), (65, 0, "parallel"), (65, 1, "simple")],
-)
-def test_auto_takes_the_small_version_or_the_parallel_one_as_deep_as_labels_go(
-    monkeypatch, budget, deeper, taken
+@pytest.mark.parametrize(("deeper", "taken"), [(0, "parallel"), (1, "simple")])
+def test_auto_takes_the_parallel_version_as_deep_as_labels_go(
+    monkeypatch, deeper, taken
 ):
     shape = (1, tree_build_module.EXACT_DEPTH + deeper, 2)
     candidates = random_candidates(8, shape)
-    expected = tree_build(*candidates, budget)
+    expected = tree_build(*candidates, 9)
     kernels = {
         "simple": "tree_build_kernel",
         "small": "tree_build_small_kernel",
@@ -559,7 +556,7 @@ def test_auto_takes_the_small_version_or_the_parallel_one_as_deep_as_labels_go(
     }
     for version in kernels.keys() - {taken}:  # "auto" does without them
         monkeypatch.delattr(tree_build_module, kernels[version])
-    assert_same(tree_build(*candidates, budget, executor="emulator"), expected)
+    assert_same(tree_build(*candidates, 9, executor="emulator"), expected)
 
 
 def test_two_candidates_of_one_lane_that_tie(kernel_executor):

@@ -1029,8 +1029,9 @@ def tree_build(
         above 0, negative tokens. If omitted, host arrays are checked; device arrays
         cannot be.
     version : {"auto", "simple", "small", "parallel"}
-        The kernel. All build the same tree; "small" up to 64 nodes. "auto" is small up
-        to there, parallel up to L = 43.
+        The kernel. All build the same tree; "small" up to 64 nodes. "auto" is parallel
+        up to L = 43, and simple beyond. (It does not take small, which is not timed
+        yet.)
     executor : {"gpu", "emulator", "numpy"}, optional
         If omitted: ``DDTREE_EXECUTOR``, else NumPy for host arrays, the GPU for device
         arrays.
@@ -1077,8 +1078,7 @@ def tree_build(
     if version not in VERSIONS:
         raise ValueError(f"version is {version!r}; expected {', '.join(VERSIONS)}")
     if version == "auto":
-        many = "simple" if log_probs.shape[1] > EXACT_DEPTH else "parallel"
-        version = "small" if most <= SMALL else many
+        version = "simple" if log_probs.shape[1] > EXACT_DEPTH else "parallel"
     elif version == "small" and most > SMALL:
         raise ValueError(
             f"n_draft_nodes is up to {most}; version 'small' takes up to {SMALL}"
