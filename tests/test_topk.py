@@ -157,6 +157,32 @@ def test_a_chunk_of_the_best_maximum_is_not_enough_alone(small_constants):
         assert_topk(found, brute_force(logits, k))
 
 
+def test_chunks_that_only_fill_a_span_are_none(small_constants):
+    """A masked chunk, one more, and 126 to fill the span: no room for all."""
+    logits = np.full((1, 1, 9), -INF, np.float32)
+    logits[..., 8] = -3
+    found = topk(logits, 2, version="chunks", executor="emulator")
+    assert found[1].tolist() == [[[8, 0]]]
+
+
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("kind", ["spread", "in one span", "masked", "tied"])
+def test_the_best_of_the_spans_bound_the_chunks(small_constants, monkeypatch, kind, k):
+    """Six spans. If the best are in as many of them, nothing need be narrowed down."""
+    row = np.random.default_rng(k).standard_normal(6000).astype(np.float32) * 4
+    if kind == "spread":
+        monkeypatch.setattr(topk_module, "narrow", None)
+    elif kind == "in one span":
+        row[1024:1400] += 50
+    elif kind == "masked":
+        row[70:] = -INF
+    else:
+        row = np.round(row / 8)
+    logits = CASTS["bf16"](row[None, None])
+    found = topk(logits, k, version="chunks", executor="emulator")
+    assert_topk(found, brute_force(logits, k))
+
+
 @pytest.mark.parametrize("bad", [NAN, INF])
 @pytest.mark.parametrize("at", [0, 900, 1199])
 def test_one_bad_element_of_any_span_spoils_the_row(small_constants, at, bad):
@@ -313,13 +339,14 @@ def test_no_race_in_any_order_of_the_lanes(small_constants, order):
     assert_topk(found, brute_force(logits, 11))
 
 
+@pytest.mark.parametrize("k", [1, 11])
 @pytest.mark.parametrize("order", ["forward", "reverse", "shuffled"])
-def test_no_race_in_the_chunks_version(small_constants, order):
+def test_no_race_in_the_chunks_version(small_constants, order, k):
     """Two spans, with ties, so that chunks and tokens are narrowed down and sorted."""
     logits = CASTS["bf16"](np.random.default_rng(3).integers(-2, 3, (1, 1, 1100)))
     tops, totals, lows = np.empty((3, 1, 2), np.float32)
     maxima = np.empty((1, 256), np.float32)
-    found = np.empty((1, 1, 11), np.float32), np.empty((1, 1, 11), np.int32)
+    found = np.empty((1, 1, k), np.float32), np.empty((1, 1, k), np.int32)
     options = {"order": order, "trace": True}
     arguments = (logits, 0, 0, tops, totals, lows, maxima)
     report = emulate(topk_scan_kernel, 1, 64, *arguments, **options)
@@ -327,7 +354,7 @@ def test_no_race_in_the_chunks_version(small_constants, order):
     arguments = (logits, 0, 16, 11, 8, 0, tops, totals, lows, maxima, *found)
     report = emulate(topk_pick_kernel, 1, 64, *arguments, **options)
     assert not report.races
-    assert_topk(found, brute_force(logits, 11))
+    assert_topk(found, brute_force(logits, k))
 
 
 @pytest.mark.ptx

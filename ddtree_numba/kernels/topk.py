@@ -73,6 +73,7 @@ HELD = PIECES * PIECE
 SPAN = WARP * HELD  # logits of a warp
 ROOM = 64  # chunks beyond k that a selection may leave, to spare it the last bits
 MAX_CHUNKS = MAX_K + ROOM
+RANKED = 512  # spans whose maxima are ranked to bound the selection
 ONE_CHUNK = 30  # the logarithm of a chunk's pieces, if it is to be the whole row
 
 
@@ -482,32 +483,62 @@ def merge_spans(tops, totals, lows):
 
     The sum is NaN or 0 if the row is bad. Every warp computes the same.
     """
-    tile = cuda.local.array(PIECE, np.float32)
+    lane_tops = cuda.local.array(PIECE, np.float32)
+    lane_totals = cuda.local.array(PIECE, np.float32)
     top, low = np.float32(-math.inf), np.float32(math.inf)
+    total = np.float32(0.0)
     lane = np.uint32(cuda.threadIdx.x % WARP)
     for start in range(0, tops.size, WARP * PIECE):
+        highest = top
         for j in range(PIECE):  # the loads overlap
             s = np.uint32(start + j * WARP + lane)
-            s = s if s < tops.size else np.uint32(0)
-            tile[j] = tops[s]
+            inside = s < tops.size
+            s = s if inside else np.uint32(0)
+            lane_tops[j] = tops[s]
+            lane_totals[j] = totals[s] if inside else np.float32(0.0)
             low = cuda.libdevice.fminf(low, lows[s])
         for j in range(PIECE):
-            top = cuda.libdevice.fmaxf(top, tile[j])
+            highest = cuda.libdevice.fmaxf(highest, lane_tops[j])
+        # A masked span's sum is 0, about any maximum.
+        about = highest if highest > np.float32(-math.inf) else np.float32(0.0)
+        total *= math.exp(top - about)
+        for j in range(PIECE):
+            total += lane_totals[j] * math.exp(lane_tops[j] - about)
+        top = highest
+    mine = top
     for distance in (16, 8, 4, 2, 1):
         top = cuda.libdevice.fmaxf(top, cuda.shfl_xor_sync(FULL_WARP, top, distance))
         low = cuda.libdevice.fminf(low, cuda.shfl_xor_sync(FULL_WARP, low, distance))
-    total = np.float32(0.0)
-    for start in range(0, tops.size, WARP * PIECE):
-        for j in range(PIECE):
-            s = np.uint32(start + j * WARP + lane)
-            tile[j] = np.float32(0.0)
-            if s < tops.size:
-                tile[j] = totals[s]
-        for j in range(PIECE):
-            if tile[j] != np.float32(0.0):  # a masked span's maximum is -inf
-                s = np.uint32(start + j * WARP + lane)
-                total += tile[j] * math.exp(tops[s] - top)
-    return top, warp_sum(total), low
+    total = warp_sum(total * math.exp(mine - top))
+    # As in `sum_of_row`: one of the products may be fused, in every lane another one.
+    return top, cuda.shfl_sync(FULL_WARP, total, 0), low
+
+
+@cuda.jit(device=True)
+def kth_order(tops, kept, orders, found):
+    """`order_of` the `kept`-th largest of the spans' maxima.
+
+    For all threads; begins and ends with a block barrier.
+    """
+    count, s = np.uint32(tops.size), np.uint32(cuda.threadIdx.x)
+    while s < count:
+        orders[s] = np.uint32(order_of(tops[s]))
+        s = np.uint32(s + np.uint32(cuda.blockDim.x))
+    if cuda.threadIdx.x == 0:
+        found[0] = np.uint32(0xFFFFFFFF)
+    cuda.syncthreads()  # all orders are there before they are compared
+    s = np.uint32(cuda.threadIdx.x)
+    while s < count:
+        mine = orders[s]
+        larger = other = np.uint32(0)
+        while other < count:
+            larger = np.uint32(larger + np.uint32(orders[other] > mine))
+            other = np.uint32(other + np.uint32(1))
+        if larger < np.uint32(kept):
+            cuda.atomic.min(found, 0, mine)
+        s = np.uint32(s + np.uint32(cuda.blockDim.x))
+    cuda.syncthreads()  # the least is found before it is read
+    return np.int64(found[0])
 
 
 @cuda.jit
@@ -531,6 +562,8 @@ def topk_pick_kernel(
     found = cuda.shared.array(3, np.int32)
     used = cuda.shared.array(1, np.int32)
     chunks = cuda.shared.array(MAX_CHUNKS, np.int32)
+    orders = cuda.shared.array(RANKED, np.uint32)
+    kth = cuda.shared.array(1, np.uint32)
     length, kept = log_probs.shape[1], log_probs.shape[2]
     r = np.uint32(cuda.blockIdx.x)
     b = np.uint32(r // np.uint32(length))
@@ -545,13 +578,19 @@ def topk_pick_kernel(
         write_bad_row(*best)
         return
 
-    # The best chunks, at least K of them, or all.
+    # The best chunks, at least K of them, or all. K spans' best ones pass the K-th of
+    # the spans' maxima, and few others do if there are some spans more than K.
     if cuda.threadIdx.x == 0:
         chunks[0] = 0  # the row of maxima is one chunk
-    cuda.syncthreads()  # the chunk is there before it is read
-    low = order_of(least) >> key_shift << chunk_bits
+    ranked = 3 * kept <= 2 * tops.shape[1] and tops.shape[1] <= RANKED
+    if ranked:
+        low = kth_order(tops[r], kept, orders, kth)
+    else:
+        low = order_of(least)
+    # Chunks that hold something; the rest fill a span, and `low` leaves them out.
+    n, real = of_chunks.size, (row.size - 1 >> chunk_log + PIECE_LOG) + 1
+    low = low >> key_shift << chunk_bits | (n - real)
     high = ((order_of(top) >> key_shift) + 1) << chunk_bits
-    n = of_chunks.size
     source = (
         of_chunks,
         np.int32(1),
@@ -562,10 +601,11 @@ def topk_pick_kernel(
         chunk_bits,
     )
     most = min(kept + ROOM, MAX_CHUNKS)
-    # Chunks that hold something; the rest fill a span, below `low`.
-    real = (row.size - 1 >> chunk_log + PIECE_LOG) + 1
-    low = narrow(source, kept, most, low, high, real, bins)
-    n_chunks = gather_codes(source, low, used, codes, CAPACITY)
+    # Its first barrier also orders the chunk before it is read.
+    n_chunks = gather_codes(source, low, used, codes, CAPACITY) if ranked else real
+    if n_chunks > most or not ranked:
+        low = narrow(source, kept, most, low, high, n_chunks, bins)
+        n_chunks = gather_codes(source, low, used, codes, CAPACITY)
     i = cuda.threadIdx.x
     while i < n_chunks:
         chunks[i] = n - 1 - (codes[i] & ((np.int64(1) << chunk_bits) - 1))
@@ -690,8 +730,8 @@ def _launch_chunks(at: Place, logits: Any, log_probs: Any, token_ids: Any) -> No
         *(topk_scan_kernel, grid, SCAN_THREADS),
         *(logits, wide, np.int32(chunk_log), tops, totals, lows, maxima),
     )
-    # A piece a lane in one go: ties leave a few chunks more than are kept.
-    threads = max((kept + 8) << chunk_log, min(chunks // PIECE, 256))
+    # A piece a lane in one go: a few chunks more are left than are kept.
+    threads = max((kept + kept // 4 + 8) << chunk_log, min(chunks // PIECE, 256))
     chunk_bits = np.int32((chunks - 1).bit_length())
     at.launch(
         *(topk_pick_kernel, rows, _warps(threads, PICK_THREADS)),
