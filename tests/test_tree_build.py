@@ -16,6 +16,7 @@ from ddtree_numba.emulator import emulate
 from ddtree_numba.kernels import tree_build as tree_build_module
 from ddtree_numba.kernels.topk import topk
 from ddtree_numba.kernels.tree_build import (
+    EXACT_DEPTH,
     SMALL,
     add_rank,
     tree_build,
@@ -542,21 +543,23 @@ def test_no_race_in_the_parallel_version(monkeypatch, order, digits):
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize(("deeper", "taken"), [(0, "parallel"), (1, "simple")])
-def test_auto_takes_the_parallel_version_as_deep_as_labels_go(
-    monkeypatch, deeper, taken
+@pytest.mark.parametrize(
+    ("length", "budget", "taken"),
+    [
+        (EXACT_DEPTH + 1, SMALL, "tree_build_small_kernel"),
+        (EXACT_DEPTH, SMALL + 1, "tree_build_parallel_kernel"),
+        (EXACT_DEPTH + 1, SMALL + 1, "tree_build_kernel"),
+    ],
+)
+def test_auto_goes_by_budget_and_then_by_how_deep_labels_go(
+    monkeypatch, length, budget, taken
 ):
-    shape = (1, tree_build_module.EXACT_DEPTH + deeper, 2)
-    candidates = random_candidates(8, shape)
-    expected = tree_build(*candidates, 9)
-    kernels = {
-        "simple": "tree_build_kernel",
-        "small": "tree_build_small_kernel",
-        "parallel": "tree_build_parallel_kernel",
-    }
-    for version in kernels.keys() - {taken}:  # "auto" does without them
-        monkeypatch.delattr(tree_build_module, kernels[version])
-    assert_same(tree_build(*candidates, 9, executor="emulator"), expected)
+    candidates = random_candidates(8, (1, length, 2))
+    expected = tree_build(*candidates, budget)
+    kernels = {f"tree_build{x}_kernel" for x in ("", "_small", "_parallel")}
+    for kernel in kernels - {taken}:  # "auto" does without them
+        monkeypatch.delattr(tree_build_module, kernel)
+    assert_same(tree_build(*candidates, budget, executor="emulator"), expected)
 
 
 def test_two_candidates_of_one_lane_that_tie(kernel_executor):

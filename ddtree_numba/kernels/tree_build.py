@@ -318,7 +318,8 @@ def start_request(b, n_draft_nodes, ragged, most, next_token, next_sibling, visi
 def write_row(b, i, live, candidates, root_tokens, rooted, rows, tree):
     """Write row i of a request with `live` rows, padding behind them."""
     row_scores, row_parents, row_depths, row_ranks, row_before = rows
-    token_ids, parents, depths, next_token, next_sibling, log_probs, visibility = tree
+    token_ids, parents, depths, links, log_probs, visibility, _ = tree
+    next_token, next_sibling = links
     if i >= live:
         token_ids[b, i] = -1
         parents[b, i] = -1
@@ -341,6 +342,20 @@ def write_row(b, i, live, candidates, root_tokens, rooted, rows, tree):
     score = min(max(row_scores[i], LOWEST), HIGHEST)
     log_probs[b, i] = np.float32(score)
     write_visibility(visibility[b, i], i, row_parents)
+
+
+@cuda.jit(device=True)
+def write_tree(b, live, candidates, root_tokens, rooted, rows, tree):
+    """All threads write a request of ``live[0]`` rows; begins with a block barrier."""
+    _, parents, _, _, _, _, n_rows = tree
+    # Orders the rows before they are read, and what was cleared before it is set.
+    cuda.syncthreads()
+    if cuda.threadIdx.x == 0:
+        n_rows[b] = live[0]
+    i = cuda.threadIdx.x
+    while i < parents.shape[1]:
+        write_row(b, i, live[0], candidates, root_tokens, rooted, rows, tree)
+        i += cuda.blockDim.x
 
 
 # ----------------------------------------------------------------------- simple version
@@ -380,7 +395,7 @@ def tree_build_kernel(
     table = log_probs[b]
     rows = row_scores, row_parents, row_depths, row_ranks, row_before
     links = next_token, next_sibling
-    tree = (token_ids, parents, depths, *links, row_log_probs, visibility)
+    tree = token_ids, parents, depths, links, row_log_probs, visibility, n_rows
     budget = start_request(b, n_draft_nodes, ragged, most, *links, visibility)
     if look_through(table, wide) & HOLDS_NAN:
         budget = 0
@@ -389,14 +404,7 @@ def tree_build_kernel(
         count = select_rows(table, np.uint32(budget), frontier, rows)
         if cuda.threadIdx.x == 0:
             live[0] = count
-    # Orders the rows before they are read, and what was cleared before it is set.
-    cuda.syncthreads()
-    if cuda.threadIdx.x == 0:
-        n_rows[b] = live[0]
-    i = cuda.threadIdx.x
-    while i < parents.shape[1]:
-        write_row(b, i, live[0], candidates, root_tokens, rooted, rows, tree)
-        i += cuda.blockDim.x
+    write_tree(b, live, candidates, root_tokens, rooted, rows, tree)
 
 
 # ------------------------------------------------------------------------ small version
@@ -589,7 +597,7 @@ def tree_build_small_kernel(
     b = cuda.blockIdx.x
     rows = row_scores, row_parents, row_depths, row_ranks, row_before
     links = next_token, next_sibling
-    tree = (token_ids, parents, depths, *links, row_log_probs, visibility)
+    tree = token_ids, parents, depths, links, row_log_probs, visibility, n_rows
     budget = start_request(b, n_draft_nodes, ragged, most, *links, visibility)
     if load_corner(log_probs[b], wide, corner):
         budget = 0
@@ -597,14 +605,7 @@ def tree_build_small_kernel(
         count = select_small(corner, np.uint32(budget), rows)
         if cuda.threadIdx.x == 0:
             live[0] = count
-    # Orders the rows before they are read, and what was cleared before it is set.
-    cuda.syncthreads()
-    if cuda.threadIdx.x == 0:
-        n_rows[b] = live[0]
-    i = cuda.threadIdx.x
-    while i < parents.shape[1]:
-        write_row(b, i, live[0], candidates, root_tokens, rooted, rows, tree)
-        i += cuda.blockDim.x
+    write_tree(b, live, candidates, root_tokens, rooted, rows, tree)
 
 
 # --------------------------------------------------------------------- parallel version
@@ -963,7 +964,7 @@ def tree_build_parallel_kernel(
     table = log_probs[b]
     rows = row_scores, row_parents, row_depths, row_ranks, row_before
     links = next_token, next_sibling
-    tree = (token_ids, parents, depths, *links, row_log_probs, visibility)
+    tree = token_ids, parents, depths, links, row_log_probs, visibility, n_rows
     budget = start_request(b, n_draft_nodes, ragged, most, *links, visibility)
     pool = nodes[b], labels[b], scores[b]
     counting, batch = (histogram, of_warps, cells), (offsets, level_scores)
@@ -986,14 +987,7 @@ def tree_build_parallel_kernel(
         count = select_rows(table, np.uint32(budget), frontier, rows)
         if cuda.threadIdx.x == 0:
             live[0] = count
-    # Orders the rows before they are read, and what was cleared before it is set.
-    cuda.syncthreads()
-    if cuda.threadIdx.x == 0:
-        n_rows[b] = live[0]
-    i = cuda.threadIdx.x
-    while i < parents.shape[1]:
-        write_row(b, i, live[0], candidates, root_tokens, rooted, rows, tree)
-        i += cuda.blockDim.x
+    write_tree(b, live, candidates, root_tokens, rooted, rows, tree)
 
 
 def tree_build(
@@ -1029,9 +1023,8 @@ def tree_build(
         above 0, negative tokens. If omitted, host arrays are checked; device arrays
         cannot be.
     version : {"auto", "simple", "small", "parallel"}
-        The kernel. All build the same tree; "small" up to 64 nodes. "auto" is parallel
-        up to L = 43, and simple beyond. (It does not take small, which is not timed
-        yet.)
+        The kernel. All build the same tree; "small" up to 64 nodes. "auto" is small up
+        to there, else parallel up to L = 43, and simple beyond.
     executor : {"gpu", "emulator", "numpy"}, optional
         If omitted: ``DDTREE_EXECUTOR``, else NumPy for host arrays, the GPU for device
         arrays.
@@ -1078,7 +1071,8 @@ def tree_build(
     if version not in VERSIONS:
         raise ValueError(f"version is {version!r}; expected {', '.join(VERSIONS)}")
     if version == "auto":
-        version = "simple" if log_probs.shape[1] > EXACT_DEPTH else "parallel"
+        deep = log_probs.shape[1] > EXACT_DEPTH
+        version = "small" if most <= SMALL else "simple" if deep else "parallel"
     elif version == "small" and most > SMALL:
         raise ValueError(
             f"n_draft_nodes is up to {most}; version 'small' takes up to {SMALL}"
