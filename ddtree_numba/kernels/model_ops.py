@@ -34,24 +34,14 @@ import math
 import numpy as np
 from numba import cuda
 
-WARP = 32
-FULL_WARP = 0xFFFFFFFF
+from ddtree_numba.kernels.wide import FULL_WARP, WARP, warp_sum
+
 TILE = 16  # rows and columns of a matrix product that a block computes
 DEPTH = 32  # products of each that it adds between two barriers
 PADDED = DEPTH + 1  # so that two rows lie in different banks
 MATMUL_THREADS = TILE * TILE
 THREADS = 128
 WARPS = THREADS // WARP
-
-
-@cuda.jit(device=True)
-def warp_sum(x):
-    """Sum of a warp's values, for every lane of it."""
-    distance = WARP // 2
-    while distance > 0:
-        x += cuda.shfl_xor_sync(FULL_WARP, x, distance)
-        distance //= 2
-    return x
 
 
 @cuda.jit(device=True)

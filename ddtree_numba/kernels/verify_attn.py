@@ -56,6 +56,7 @@ from ddtree_numba.backend import (
     to_float32,
     whole_number,
 )
+from ddtree_numba.kernels.wide import warp_sum
 from ddtree_numba.tree import n_words
 
 MAX_SCALE = 1e30  # its product with a score must not leave float32's range
@@ -219,14 +220,6 @@ def warp_max(x):
     """The largest x of the warp, for every lane."""
     for distance in (16, 8, 4, 2, 1):
         x = cuda.libdevice.fmaxf(x, cuda.shfl_xor_sync(FULL_WARP, x, distance))
-    return x
-
-
-@cuda.jit(device=True)
-def warp_sum(x):
-    """The sum of the warp's x, the same for every lane."""
-    for distance in (16, 8, 4, 2, 1):
-        x += cuda.shfl_xor_sync(FULL_WARP, x, distance)
     return x
 
 

@@ -5,6 +5,7 @@
 `load_piece`       eight logits of a row, by such loads if they may be
 `redux_max`        ``redux.sync.max.s32``: the largest of the warp's 32
 `redux_min`        ``redux.sync.min.u32``: the smallest, unsigned
+`warp_sum`         the sum of the warp's 32, for every lane
 `scan_block`       every lane's sum over the lanes before it, and the sum of all
 =================  ================================================================
 
@@ -124,6 +125,14 @@ def _(lane: Executing, x: Any) -> int:
 @emulation(redux_min)
 def _(lane: Executing, x: Any) -> int:
     return lane.together("redux.min", int(x), lambda given: [min(given)] * len(given))
+
+
+@cuda.jit(device=True)
+def warp_sum(x):
+    """The sum of the warp's x, the same for every lane."""
+    for distance in (16, 8, 4, 2, 1):
+        x += cuda.shfl_xor_sync(FULL_WARP, x, distance)
+    return x
 
 
 @cuda.jit(device=True)

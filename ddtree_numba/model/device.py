@@ -19,6 +19,7 @@ from ddtree_numba import reference
 from ddtree_numba.backend import Place, choose
 from ddtree_numba.kernels import model_ops as ops
 from ddtree_numba.kernels.verify_attn import verify_attn
+from ddtree_numba.kernels.wide import WARP
 from ddtree_numba.model.config import VOCAB, ModelConfig
 from ddtree_numba.model.forward import PREFILL_ROWS, Model, chain_visibility, rope_turns
 from ddtree_numba.tree import DraftTree
@@ -227,7 +228,7 @@ class DeviceModel:
         keys_values = self._matmul(context, w["w_kv"])
         shape = (total, c.draft_layers, 2, c.draft_heads, self.width)
         at.launch(
-            *(ops.draft_row_kernel, (total, c.draft_layers), ops.WARP),
+            *(ops.draft_row_kernel, (total, c.draft_layers), WARP),
             *(context, keys_values.reshape(shape), cache.draft_turns),
             *(cache.prefix_lens, counts, cache.context, cache.keys, cache.values),
         )
@@ -275,7 +276,7 @@ class DeviceModel:
             h = self._rms_norm(x, w["attn_norm"])
             latent_rows = self._matmul(h, w["w_dkv"])
             at.launch(
-                *(ops.latent_row_kernel, rows, ops.WARP, latent_rows, w["latent_norm"]),
+                *(ops.latent_row_kernel, rows, WARP, latent_rows, w["latent_norm"]),
                 *(np.float64(c.norm_eps), positions, cache.turns),
                 *(cache.prefix_lens, n_rows, cache.kv[i]),
             )
@@ -314,7 +315,7 @@ class DeviceModel:
     def _rms_norm(self, x: Any, weight: Any) -> Any:
         out = self.at.empty(x.shape, np.float64)
         eps = np.float64(self.config.norm_eps)
-        self.at.launch(ops.rms_norm_kernel, x.shape[0], ops.WARP, x, weight, eps, out)
+        self.at.launch(ops.rms_norm_kernel, x.shape[0], WARP, x, weight, eps, out)
         return out
 
     def _rope(
@@ -329,7 +330,7 @@ class DeviceModel:
     ) -> None:
         """Rotate x's columns from `first` on, into out's from `out_first` on."""
         self.at.launch(
-            *(ops.rope_kernel, grid, ops.WARP, x, np.int32(first)),
+            *(ops.rope_kernel, grid, WARP, x, np.int32(first)),
             *(positions, turns, out, np.int32(out_first)),
         )
 
