@@ -1,6 +1,7 @@
 """verify_attn on tensor cores: small in every form; at full size on a GPU."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -191,6 +192,19 @@ def test_rows_that_cannot_be_copied_in_pieces_are_refused():
         message = "version 'mma' and kv_cache has strides .*; expected contiguous rows"
         with pytest.raises(ValueError, match=message):
             attend("emulator", (q, view, *tree))
+
+
+def test_a_card_without_the_instructions_is_refused(monkeypatch):
+    q, cache, *_ = bf16_case(10, 1, 1, [3])
+
+    def problem_on_a_card_of(*capability):
+        card = SimpleNamespace(compute_capability=capability)
+        monkeypatch.setattr(module.cuda, "get_current_device", lambda: card)
+        return module.problem(backend.Place("gpu", "numba"), q, cache, 512)
+
+    message = "version 'mma' and the card has compute capability 7.5; expected 8.0"
+    assert message in str(problem_on_a_card_of(7, 5))
+    assert problem_on_a_card_of(8, 0) is None
 
 
 # ---------------------------------------------------------------------------------- PTX

@@ -831,8 +831,6 @@ def verify_attn(
         raise ValueError(
             f"q has strides {q.strides}; expected C-contiguous (or version='simple')"
         )
-    if version == "mma":
-        verify_attn_mma.check_kind(q, d_latent)
     if 0 in (q.size, kv_cache.size):  # no row, or no key: no tile for tensor cores
         version = "simple"
     if not at.on_device:
@@ -903,18 +901,25 @@ def _check_fit(prefix_lens: np.ndarray, visibility: np.ndarray, room: int) -> No
 def _choose_version(
     at: Place, version: str, inputs: list, sm_scale: float, d_latent: int
 ) -> str:
-    """What "auto" stands for here; raises what keeps "wgmma" from the inputs."""
+    """What "auto" stands for here; raises what keeps a version from the inputs."""
     q, kv_cache, *_ = inputs
-    choosing = version == "auto" and at.executor == "gpu"
-    if version == "wgmma" or (choosing and verify_attn_wgmma.pays(q)):
-        problem = verify_attn_wgmma.problem(at, q, kv_cache, sm_scale, d_latent)
-        if problem is None:
-            return "wgmma"
-        if version == "wgmma":
-            raise problem
+
+    def wgmma_problem() -> Exception | None:
+        return verify_attn_wgmma.problem(at, q, kv_cache, sm_scale, d_latent)
+
+    def mma_problem() -> Exception | None:
+        return verify_attn_mma.problem(at, q, kv_cache, d_latent)
+
     if version == "auto":
-        fast = choosing and verify_attn_mma.takes(q, kv_cache, d_latent)
-        return "mma" if fast else "split"
+        if at.executor != "gpu":
+            return "split"
+        if verify_attn_wgmma.pays(q) and not wgmma_problem():
+            return "wgmma"
+        return "split" if mma_problem() else "mma"
+    problems = {"wgmma": wgmma_problem, "mma": mma_problem}
+    problem = problems[version]() if version in problems else None
+    if problem:
+        raise problem
     return version
 
 
@@ -975,7 +980,6 @@ def _run_mma(
     batch, n, heads, d = q.shape
     packed = n * heads
     q = q.reshape(batch, packed, d)
-    verify_attn_mma.check_rows(q=q, kv_cache=kv_cache)
     form = verify_attn_mma.form_for(at)
     blocks = batch * -(-packed // verify_attn_mma.ROWS)
     if n_splits is None:

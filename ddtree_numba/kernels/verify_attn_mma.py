@@ -637,56 +637,36 @@ def make_kernel(form: Form) -> Any:
 # --------------------------------------------------------------------------------- host
 
 
-def takes(q: Any, kv_cache: Any, d_latent: int) -> bool:
-    """Whether this version computes such arrays, on the current GPU."""
-    return (
-        q.dtype == np.uint16
-        and (q.shape[3], d_latent) == (D, D_LATENT)
-        and rows_start_at(8, q)
-        and rows_start_at(8, kv_cache)
-        and cuda.get_current_device().compute_capability >= (8, 0)
-    )
-
-
-def check_kind(q: Any, d_latent: int) -> None:
-    """Raise TypeError or ValueError for what this version does not compute."""
+def problem(at: Place, q: Any, kv_cache: Any, d_latent: int) -> Exception | None:
+    """What keeps this version from a call, as the error to raise; None if nothing."""
     if q.dtype != np.uint16:
-        raise TypeError(
+        return TypeError(
             f"version 'mma' and q has dtype {q.dtype}; expected uint16 (bf16 bits)"
         )
     if (q.shape[3], d_latent) != (D, D_LATENT):
-        raise ValueError(
+        return ValueError(
             f"version 'mma' and D is {q.shape[3]}, d_latent is {d_latent}; expected "
             f"{D} and {D_LATENT}"
         )
-
-
-def check_rows(**arrays: Any) -> None:
-    """Raise ValueError for arrays whose rows cannot be copied in pieces of 16 bytes."""
-    for name, x in arrays.items():
+    for name, x in (("q", q), ("kv_cache", kv_cache)):
         if not rows_start_at(8, x):
-            raise ValueError(
+            return ValueError(
                 f"version 'mma' and {name} has strides {x.strides}; expected "
                 "contiguous rows that start at multiples of 16 bytes"
             )
+    if at.executor == "gpu":
+        major, minor = cuda.get_current_device().compute_capability
+        if major < 8:
+            return ValueError(
+                f"version 'mma' and the card has compute capability {major}.{minor}; "
+                "expected 8.0 or later"
+            )
+    return None
 
 
 def form_for(at: Place) -> Form:
-    """The largest form that the GPU can hold; in the emulator the largest.
-
-    Raises
-    ------
-    ValueError
-        If the GPU lacks the instructions.
-    """
+    """The largest form that the GPU can hold; in the emulator the largest."""
     if at.executor != "gpu":
         return FORMS[0]
-    device = cuda.get_current_device()
-    major, minor = device.compute_capability
-    if major < 8:
-        raise ValueError(
-            "version 'mma' needs compute capability 8.0 or later; this GPU has "
-            f"{major}.{minor}"
-        )
-    room = device.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    room = cuda.get_current_device().MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
     return next(form for form in FORMS if form.shared <= room)
