@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddtree_numba import bench
 from ddtree_numba._data import data_path
 
 if TYPE_CHECKING:
@@ -18,6 +17,8 @@ RECORDED = "bench/bench.csv"
 
 def recorded() -> pd.DataFrame:
     """The recorded run, as `ddtree bench` wrote it."""
+    from ddtree_numba import bench  # most notebooks need none
+
     return bench.load(data_path(RECORDED))
 
 
@@ -38,6 +39,8 @@ def measurements(where: str, stages: Sequence[str] | None = None) -> pd.DataFram
         `ddtree_numba.bench.rows.Row` explains the columns.
     """
     if where == "gpu":
+        from ddtree_numba import bench
+
         with tempfile.TemporaryDirectory() as folder:
             frame = bench.bench(
                 Path(folder), stages=stages, shapes="quick", progress=True
