@@ -51,12 +51,12 @@ def assert_topk(found: tuple, expected: tuple) -> None:
 
 
 def shrink(patch: pytest.MonkeyPatch) -> None:
-    """In the emulator, let small rows be narrowed and sorted, in chunks of 8.
+    """In the emulator, let small rows be narrowed and merged, in chunks of 8.
 
     The emulator reads the kernel's constants at every launch; on a GPU they are
     compiled in, and full-size rows get there anyway.
     """
-    small = {"CAPACITY": 16, "SORTING": 32, "MAX_CHUNKS": 16, "ROOM": 3}
+    small = {"CAPACITY": 16, "SORTING": 32, "RUN": 4, "MAX_CHUNKS": 16}
     for name, value in small.items():
         patch.setattr(topk_module, name, value)
     patch.setattr(topk_module, "_chunk_log", lambda kept: 0)
@@ -166,21 +166,36 @@ def test_chunks_that_only_fill_a_span_are_none(small_constants):
 
 
 @pytest.mark.parametrize("k", [1, 4])
-@pytest.mark.parametrize("kind", ["spread", "in one span", "masked", "tied"])
-def test_the_best_of_the_spans_bound_the_chunks(small_constants, monkeypatch, kind, k):
-    """Six spans. If the best are in as many of them, nothing need be narrowed down."""
-    row = np.random.default_rng(k).standard_normal(6000).astype(np.float32) * 4
-    if kind == "spread":
+@pytest.mark.parametrize(
+    "kind", ["spread", "negative", "in one lane", "masked", "tied", "close"]
+)
+def test_the_best_of_the_lanes_bound_the_chunks(small_constants, monkeypatch, kind, k):
+    """96 lanes of 64 logits. Where the best are spread, nothing need be narrowed."""
+    row = np.random.default_rng(k).standard_normal(6000) * 4
+    if kind in ("spread", "negative"):
         monkeypatch.setattr(topk_module, "narrow", None)
-    elif kind == "in one span":
-        row[1024:1400] += 50
+        row -= 100 * (kind == "negative")
+    elif kind == "in one lane":
+        row[1024:1088] += 50
     elif kind == "masked":
         row[70:] = -INF
-    else:
+    elif kind == "tied":
         row = np.round(row / 8)
-    logits = CASTS["bf16"](row[None, None])
+    else:  # the bits that the bound looks at are one and the same
+        row = 1.25 + row / 2**20
+    logits = CASTS["f32" if kind == "close" else "bf16"](row[None, None])
     found = topk(logits, k, version="chunks", executor="emulator")
     assert_topk(found, brute_force(logits, k))
+
+
+def test_the_real_constants_select_from_chunks():
+    """As on a GPU: chunks of 64, 80 lanes of eight, and more codes than a run."""
+    rng = np.random.default_rng(0)
+    logits = CASTS["bf16"](rng.standard_normal((1, 1, 40000)) * 3)
+    logits[..., ::300] = CASTS["bf16"](9.0)
+    for k in (32, 140):
+        found = topk(logits, k, version="chunks", executor="emulator")
+        assert_topk(found, brute_force(logits, k))
 
 
 @pytest.mark.parametrize("bad", [NAN, INF])
@@ -344,14 +359,14 @@ def test_no_race_in_any_order_of_the_lanes(small_constants, order):
 def test_no_race_in_the_chunks_version(small_constants, order, k):
     """Two spans, with ties, so that chunks and tokens are narrowed down and sorted."""
     logits = CASTS["bf16"](np.random.default_rng(3).integers(-2, 3, (1, 1, 1100)))
-    tops, totals, lows = np.empty((3, 1, 2), np.float32)
+    tops, totals = np.empty((2, 1, 2), np.float32)
     maxima = np.empty((1, 256), np.float32)
     found = np.empty((1, 1, k), np.float32), np.empty((1, 1, k), np.int32)
     options = {"order": order, "trace": True}
-    arguments = (logits, 0, 0, tops, totals, lows, maxima)
+    arguments = (logits, 0, 0, tops, totals, maxima)
     report = emulate(topk_scan_kernel, 1, 64, *arguments, **options)
     assert not report.races
-    arguments = (logits, 0, 16, 11, 8, 0, tops, totals, lows, maxima, *found)
+    arguments = (logits, 0, 16, 11, 8, 0, tops, totals, maxima, *found)
     report = emulate(topk_pick_kernel, 1, 64, *arguments, **options)
     assert not report.races
     assert_topk(found, brute_force(logits, k))
@@ -372,8 +387,8 @@ def test_ptx_needs_no_float64_and_no_local_memory(cc, dtype):
     sums = float32[:, ::1]
     for kernel, *signature in (
         (topk_kernel, logits, *[int32] * 3, log_probs, ids),
-        (topk_scan_kernel, logits, *[int32] * 2, *[sums] * 4),
-        (topk_pick_kernel, logits, *[int32] * 5, *[sums] * 4, log_probs, ids),
+        (topk_scan_kernel, logits, *[int32] * 2, *[sums] * 3),
+        (topk_pick_kernel, logits, *[int32] * 5, *[sums] * 3, log_probs, ids),
     ):
         ptx = backend.compile_ptx(kernel, tuple(signature), compute_capability=cc)
         assert ".f64" not in ptx

@@ -26,14 +26,20 @@ Cut a row into chunks of neighbours, and order them by their maxima, ties by the
 chunk. Then the k best tokens are in the k best chunks: a token elsewhere has k chunks
 before its own, each with a token that is better, or equal and of a lower id. So one
 kernel, with the whole GPU, reads the logits once and leaves sums and maxima; a second,
-with one block a row, selects k chunks by these, and k tokens from the chunks.
+with one block a row, selects chunks by these, and k tokens from the chunks.
+
+It need not be k chunks. Every lane takes some of them, and the k-th of the lanes' best
+maxima bounds the k-th of all: k chunks are as good, and if there are many more lanes
+than k, few others are. One instruction of the block counts the lanes that pass a bound,
+so a bit of it takes a barrier. Only if too many chunks or tokens pass, as where many
+tie, is the interval cut further.
 
 Versions
 --------
 topk_kernel        "simple": one block a row; reads the row twice, and once more for
                    every round of the selection (mostly one or two)
-topk_scan_kernel   "chunks": a warp a span of 1024 logits: their sum, their chunks'
-                   maxima, the largest and the least of these
+topk_scan_kernel   "chunks": a warp a span of 1024 logits: their sum, their maximum,
+                   and their chunks'
 topk_pick_kernel   one block a row: merges the sums, selects chunks, then tokens
 """
 
@@ -54,6 +60,7 @@ from ddtree_numba.kernels.wide import (
     load_piece,
     loads_wide,
     scan_block,
+    warp_sum,
 )
 
 MAX_K = 1024
@@ -67,13 +74,11 @@ VERSIONS = ("auto", "simple", "chunks")
 SIMPLE_UP_TO = 4096  # a vocabulary that "auto" does not cut into chunks
 SCAN_THREADS = 128
 PICK_THREADS = 768  # at most
-PIECE_LOG = PIECE.bit_length() - 1
 PIECES = 4  # of eight logits, that a lane of the scan holds
 HELD = PIECES * PIECE
 SPAN = WARP * HELD  # logits of a warp
-ROOM = 64  # chunks beyond k that a selection may leave, to spare it the last bits
-MAX_CHUNKS = MAX_K + ROOM
-RANKED = 512  # spans whose maxima are ranked to bound the selection
+MAX_CHUNKS = MAX_K + 64  # more than k, to spare a selection its last bits
+RUN, LANES = 128, 4  # codes that are sorted by counting, lanes that count for each
 ONE_CHUNK = 30  # the logarithm of a chunk's pieces, if it is to be the whole row
 
 
@@ -165,10 +170,10 @@ def merge_warp(top, total):
 
 
 @cuda.jit(device=True)
-def warp_sum(x):
-    """The sum of the warp's x, for every lane."""
+def warp_max(x):
+    """The largest of the warp's x that is a number, for every lane."""
     for distance in (16, 8, 4, 2, 1):
-        x += cuda.shfl_xor_sync(FULL_WARP, x, distance)
+        x = cuda.libdevice.fmaxf(x, cuda.shfl_xor_sync(FULL_WARP, x, distance))
     return x
 
 
@@ -218,10 +223,36 @@ def value_of(code, key_shift, id_bits):
 
 
 @cuda.jit(device=True)
+def passing_of(source, p, least):
+    """Where the p-th piece of a source starts; a bit for each that is no less."""
+    row, wide, _, _, _, _, _ = source
+    tile = cuda.local.array(PIECE, np.float32)
+    start = piece_start(source, p)
+    load_piece(row, start, wide, tile, 0)
+    passing = np.uint32(0)
+    for j in range(PIECE):
+        if tile[j] >= least:
+            passing = np.uint32(passing | np.uint32(1 << j))
+    if start + PIECE > row.size:  # -inf stands behind the row
+        inside = max(row.size - np.int64(start), 0)
+        passing = np.uint32(passing & np.uint32((1 << inside) - 1))
+    return start, passing
+
+
+@cuda.jit(device=True)
+def next_code(source, start, passing):
+    """The code of the first that passes, and the others that do."""
+    row, _, _, _, _, key_shift, id_bits = source
+    # Read once more: it is near, and a tile of registers knows no j-th element.
+    i = np.uint32(start + np.uint32(cuda.ffs(np.int32(passing)) - 1))
+    code = code_of(to_float32(row[i]), np.int64(i), row.size, key_shift, id_bits)
+    return code, np.uint32(passing & np.uint32(passing - np.uint32(1)))
+
+
+@cuda.jit(device=True)
 def count_codes(source, low, high, shift, histogram):
     """Histogram of ``(code - low) >> shift`` over a source's codes in low … high."""
-    row, wide, _, _, pieces, key_shift, id_bits = source
-    tile = cuda.local.array(PIECE, np.float32)
+    _, _, _, _, pieces, key_shift, id_bits = source
     least = value_of(low, key_shift, id_bits)
     bin_ = cuda.threadIdx.x
     while bin_ < BINS:
@@ -230,51 +261,36 @@ def count_codes(source, low, high, shift, histogram):
     cuda.syncthreads()  # the bins are empty before anything is counted
     p = cuda.threadIdx.x
     while p < pieces:
-        start = piece_start(source, p)
-        load_piece(row, start, wide, tile, 0)
-        for j in range(PIECE):
-            if tile[j] >= least and start + j < row.size:
-                code = code_of(tile[j], start + j, row.size, key_shift, id_bits)
-                if low <= code < high:
-                    cuda.atomic.add(histogram, (code - low) >> shift, 1)
+        start, passing = passing_of(source, p, least)
+        while passing != 0:
+            code, passing = next_code(source, start, passing)
+            if low <= code < high:
+                cuda.atomic.add(histogram, (code - low) >> shift, 1)
         p += cuda.blockDim.x
     cuda.syncthreads()  # everything is counted before the bins are read
 
 
 @cuda.jit(device=True)
-def gather_codes(source, low, used, codes, room):
+def gather_codes(source, low, codes, used, which):
     """Collect a source's codes of `low` or more, in no order, and return their number.
 
-    It may be more than there is room for. For all threads; begins and ends with a
-    block barrier.
+    It may be more than there is room for. For all threads; ends with a block barrier.
+    The count ``used[which]`` is 0 before.
     """
-    row, wide, _, _, pieces, key_shift, id_bits = source
-    tile = cuda.local.array(PIECE, np.float32)
+    _, _, _, _, pieces, key_shift, id_bits = source
     least = value_of(low, key_shift, id_bits)
-    cuda.syncthreads()  # the count before, and the codes, have been read
-    if cuda.threadIdx.x == 0:
-        used[0] = 0
-    cuda.syncthreads()  # the count starts before anyone adds to it
     p = cuda.threadIdx.x
     while p < pieces:
-        start = piece_start(source, p)
-        load_piece(row, start, wide, tile, 0)
-        passing = 0  # a bit an element
-        for j in range(PIECE):
-            if tile[j] >= least and start + j < row.size:
-                code = code_of(tile[j], start + j, row.size, key_shift, id_bits)
-                if code >= low:
-                    passing |= 1 << j
-        if passing != 0:
-            at = cuda.atomic.add(used, 0, cuda.popc(np.int32(passing)))
-            for j in range(PIECE):
-                if passing >> j & 1 and at < room:
-                    code = code_of(tile[j], start + j, row.size, key_shift, id_bits)
+        start, passing = passing_of(source, p, least)
+        while passing != 0:
+            code, passing = next_code(source, start, passing)
+            if code >= low:
+                at = cuda.atomic.add(used, which, 1)
+                if at < CAPACITY:
                     codes[at] = code
-                    at += 1
         p += cuda.blockDim.x
     cuda.syncthreads()  # all are collected before they are counted and read
-    return used[0]
+    return used[which]
 
 
 @cuda.jit(device=True)
@@ -300,28 +316,33 @@ def narrow(source, kept, most, low, high, count, bins):
 def sort_falling(codes, count):
     """Sort distinct codes; the second half of `codes` is room to work in.
 
-    Runs of 32 first, by counting for every code those that are larger, then merged in
-    pairs: a code's place is its place in its own run, and the larger ones in the other,
-    which a binary search finds. Returns where the sorted codes start.
+    Runs first, by counting for every code those that are larger, then merged in pairs:
+    a code's place is its place in its own run, and the larger ones in the other, which
+    a binary search finds. Returns where the sorted codes start.
     """
     half = np.uint32(codes.size // 2)
     n = np.uint32(count)
-    i = np.uint32(cuda.threadIdx.x)
-    while i < n:
-        mine = codes[i]
-        first = i & ~np.uint32(WARP - 1)
-        place = np.uint32(half + first)
-        j = first
-        last = min(np.uint32(first + np.uint32(WARP)), n)
+    lane = np.uint32(np.uint32(cuda.threadIdx.x) % np.uint32(WARP))
+    first_lane = np.uint32(np.uint32(cuda.threadIdx.x) - lane)
+    part = np.uint32(np.uint32(cuda.threadIdx.x) % np.uint32(LANES))
+    while first_lane < n * np.uint32(LANES):  # whole warps
+        i = np.uint32(np.uint32(first_lane + lane) // np.uint32(LANES))
+        first = np.uint32(i & ~np.uint32(RUN - 1))
+        last = min(np.uint32(first + np.uint32(RUN)), n)
+        mine = codes[min(i, np.uint32(n - np.uint32(1)))]
+        larger = np.int32(0)
+        j = np.uint32(first + part)
         while j < last:
-            if codes[j] > mine:
-                place = np.uint32(place + np.uint32(1))
-            j = np.uint32(j + np.uint32(1))
-        codes[place] = mine
-        i = np.uint32(i + np.uint32(cuda.blockDim.x))
+            larger += np.int32(codes[j] > mine)
+            j = np.uint32(j + np.uint32(LANES))
+        for distance in (1, 2):
+            larger += cuda.shfl_xor_sync(FULL_WARP, larger, distance)
+        if part == 0 and i < n:
+            codes[half + first + np.uint32(larger)] = mine
+        first_lane = np.uint32(first_lane + np.uint32(cuda.blockDim.x))
     cuda.syncthreads()  # the runs are there before they are merged
     start = half
-    width = np.uint32(WARP)
+    width = np.uint32(RUN)
     while width < n:
         i = np.uint32(cuda.threadIdx.x)
         while i < n:
@@ -391,14 +412,15 @@ def topk_kernel(
     histogram = cuda.shared.array(BINS, np.int32)
     of_warps = cuda.shared.array(WARP, np.int32)
     found = cuda.shared.array(3, np.int32)
-    used = cuda.shared.array(1, np.int32)
+    used = cuda.shared.array(1, np.int32)  # codes gathered
     chunks = cuda.shared.array(1, np.int32)
     length, kept = log_probs.shape[1], log_probs.shape[2]
     b, position = cuda.blockIdx.x // length, cuda.blockIdx.x % length
     row, bins = logits[b, position], (histogram, of_warps, found)
     if cuda.threadIdx.x == 0:
+        used[0] = 0
         chunks[0] = 0  # the row is one chunk
-    # Its barrier also orders the chunk before it is read.
+    # Its barrier also orders these before they are read.
     top, total, bad = sum_of_row(row, wide)
     if bad:  # for all threads of the block alike
         write_bad_row(log_probs[b, position], token_ids[b, position])
@@ -407,7 +429,7 @@ def topk_kernel(
     source = (row, wide, chunks, ONE_CHUNK, pieces, key_shift, id_bits)
     high = ((order_of(top) >> key_shift) + 1) << id_bits
     low = narrow(source, kept, CAPACITY, 0, high, row.size, bins)
-    count = gather_codes(source, low, used, codes, CAPACITY)
+    count = gather_codes(source, low, codes, used, 0)
     best = log_probs[b, position], token_ids[b, position]
     write_best(codes, count, row, id_bits, top, total, *best)
 
@@ -438,7 +460,6 @@ def topk_scan_kernel(
     chunk_log,  # i32: logarithm of a chunk's pieces, 0 … 3
     tops,  # out [B*L, S] f32: every span's maximum
     totals,  # out [B*L, S] f32: its sum of exp(x - maximum), NaN if it is bad
-    lows,  # out [B*L, S] f32: the least of its chunks' maxima
     maxima,  # out [B*L, C] f32: every chunk's maximum, C = S * SPAN / chunk
 ):
     tile = cuda.local.array(HELD, np.float32)
@@ -454,7 +475,7 @@ def topk_scan_kernel(
     first = np.uint32(s * SPAN + lane * PIECE)
     for p in range(PIECES):
         load_piece(row, first + np.uint32(p * WARP * PIECE), wide, tile, p * PIECE)
-    top, low = np.float32(-math.inf), np.float32(math.inf)
+    top = np.float32(-math.inf)
     for p in range(PIECES):
         x = tile[p * PIECE]
         for j in range(1, PIECE):
@@ -465,28 +486,22 @@ def topk_scan_kernel(
         if lane & (lanes - np.uint32(1)) == 0:
             maxima[r, np.uint32(((s * PIECES + p) * WARP + lane) >> chunk_log)] = x
         top = cuda.libdevice.fmaxf(top, x)
-        if first + np.uint32(p * WARP * PIECE) < np.uint32(row.size):
-            low = cuda.libdevice.fminf(low, x)
-    for distance in (16, 8, 4, 2, 1):
-        top = cuda.libdevice.fmaxf(top, cuda.shfl_xor_sync(FULL_WARP, top, distance))
-        low = cuda.libdevice.fminf(low, cuda.shfl_xor_sync(FULL_WARP, low, distance))
+    top = warp_max(top)
     total = warp_sum(sum_of_tile(tile, top))
     if lane == 0:
         tops[r, s] = top
-        lows[r, s] = low
         totals[r, s] = total
 
 
 @cuda.jit(device=True)
-def merge_spans(tops, totals, lows):
-    """A row's maximum, its sum of ``exp(x - maximum)``, and the least of `lows`.
+def merge_spans(tops, totals):
+    """A row's maximum, and its sum of ``exp(x - maximum)``: NaN or 0 if it is bad.
 
-    The sum is NaN or 0 if the row is bad. Every warp computes the same.
+    Every warp computes the same.
     """
     lane_tops = cuda.local.array(PIECE, np.float32)
     lane_totals = cuda.local.array(PIECE, np.float32)
-    top, low = np.float32(-math.inf), np.float32(math.inf)
-    total = np.float32(0.0)
+    top, total = np.float32(-math.inf), np.float32(0.0)
     lane = np.uint32(cuda.threadIdx.x % WARP)
     for start in range(0, tops.size, WARP * PIECE):
         highest = top
@@ -496,7 +511,6 @@ def merge_spans(tops, totals, lows):
             s = s if inside else np.uint32(0)
             lane_tops[j] = tops[s]
             lane_totals[j] = totals[s] if inside else np.float32(0.0)
-            low = cuda.libdevice.fminf(low, lows[s])
         for j in range(PIECE):
             highest = cuda.libdevice.fmaxf(highest, lane_tops[j])
         # A masked span's sum is 0, about any maximum.
@@ -505,40 +519,47 @@ def merge_spans(tops, totals, lows):
         for j in range(PIECE):
             total += lane_totals[j] * math.exp(lane_tops[j] - about)
         top = highest
-    mine = top
-    for distance in (16, 8, 4, 2, 1):
-        top = cuda.libdevice.fmaxf(top, cuda.shfl_xor_sync(FULL_WARP, top, distance))
-        low = cuda.libdevice.fminf(low, cuda.shfl_xor_sync(FULL_WARP, low, distance))
-    total = warp_sum(total * math.exp(mine - top))
+    highest = warp_max(top)
+    total = warp_sum(total * math.exp(top - highest))
     # As in `sum_of_row`: one of the products may be fused, in every lane another one.
-    return top, cuda.shfl_sync(FULL_WARP, total, 0), low
+    return highest, cuda.shfl_sync(FULL_WARP, total, 0)
 
 
 @cuda.jit(device=True)
-def kth_order(tops, kept, orders, found):
-    """`order_of` the `kept`-th largest of the spans' maxima.
+def lanes_chunks(of_chunks, tile):
+    """The largest and the least of the maxima that this lane stands for.
 
-    For all threads; begins and ends with a block barrier.
+    Its first piece is in the tile.
     """
-    count, s = np.uint32(tops.size), np.uint32(cuda.threadIdx.x)
-    while s < count:
-        orders[s] = np.uint32(order_of(tops[s]))
-        s = np.uint32(s + np.uint32(cuda.blockDim.x))
-    if cuda.threadIdx.x == 0:
-        found[0] = np.uint32(0xFFFFFFFF)
-    cuda.syncthreads()  # all orders are there before they are compared
-    s = np.uint32(cuda.threadIdx.x)
-    while s < count:
-        mine = orders[s]
-        larger = other = np.uint32(0)
-        while other < count:
-            larger = np.uint32(larger + np.uint32(orders[other] > mine))
-            other = np.uint32(other + np.uint32(1))
-        if larger < np.uint32(kept):
-            cuda.atomic.min(found, 0, mine)
-        s = np.uint32(s + np.uint32(cuda.blockDim.x))
-    cuda.syncthreads()  # the least is found before it is read
-    return np.int64(found[0])
+    high, low = np.float32(-math.inf), np.float32(math.inf)
+    start = np.uint32(cuda.threadIdx.x * PIECE)
+    while start < of_chunks.size:
+        for j in range(PIECE):
+            high = cuda.libdevice.fmaxf(high, tile[j])
+            low = cuda.libdevice.fminf(low, tile[j])
+        start = np.uint32(start + np.uint32(cuda.blockDim.x * PIECE))
+        if start < of_chunks.size:
+            load_piece(of_chunks, start, np.int32(1), tile, 0)
+    return high, low if low <= high else high
+
+
+@cuda.jit(device=True)
+def bound_of_lanes(x, count):
+    """An order that `count` lanes of the block pass, or more, but not many more.
+
+    For all threads; block barriers.
+    """
+    order = np.uint32(order_of(x))
+    bound, bit = np.uint32(0), np.uint32(1 << 31)
+    passing = cuda.blockDim.x
+    # The upper half of the bits: that is bf16's, and little lies between.
+    while bit >= 1 << 16 and passing > count + count // 8:
+        higher = np.uint32(bound | bit)
+        pass_it = cuda.syncthreads_count(np.int32(order >= higher))
+        if pass_it >= count:
+            bound, passing = higher, pass_it
+        bit = np.uint32(bit >> np.uint32(1))
+    return np.int64(bound)
 
 
 @cuda.jit
@@ -546,12 +567,11 @@ def topk_pick_kernel(
     logits,  # [B, L, V] f32, f16 or u16 (bf16 bits)
     wide,  # i32: whether `loads_wide` allows loads of 16 bytes
     key_shift,  # i32: low bits of a float32 that say nothing about such a logit
-    id_bits,  # i32: bits that hold V - 1 …
-    chunk_bits,  # i32: … and C - 1
+    id_bits,  # i32: bits that hold V - 1
+    chunk_bits,  # i32: bits that hold C - 1
     chunk_log,  # i32: logarithm of a chunk's pieces
-    tops,  # [B*L, S] f32
+    tops,  # [B*L, S] f32: of `topk_scan_kernel`, as the next two
     totals,  # [B*L, S] f32
-    lows,  # [B*L, S] f32
     maxima,  # [B*L, C] f32
     log_probs,  # out [B, L, K] f32
     token_ids,  # out [B, L, K] i32
@@ -560,10 +580,8 @@ def topk_pick_kernel(
     histogram = cuda.shared.array(BINS, np.int32)
     of_warps = cuda.shared.array(WARP, np.int32)
     found = cuda.shared.array(3, np.int32)
-    used = cuda.shared.array(1, np.int32)
+    used = cuda.shared.array(4, np.int32)  # codes that each gathering finds
     chunks = cuda.shared.array(MAX_CHUNKS, np.int32)
-    orders = cuda.shared.array(RANKED, np.uint32)
-    kth = cuda.shared.array(1, np.uint32)
     length, kept = log_probs.shape[1], log_probs.shape[2]
     r = np.uint32(cuda.blockIdx.x)
     b = np.uint32(r // np.uint32(length))
@@ -571,56 +589,56 @@ def topk_pick_kernel(
     row, of_chunks = logits[b, position], maxima[r]
     bins = (histogram, of_warps, found)
     best = log_probs[b, position], token_ids[b, position]
-    # K chunks have a maximum of `least` or more: one a span, if there are K spans.
-    below = tops[r] if kept <= tops.shape[1] else lows[r]
-    top, total, least = merge_spans(tops[r], totals[r], below)
-    if not total > np.float32(0.0):
+    n, pieces = of_chunks.size, of_chunks.size // PIECE
+    tile = cuda.local.array(PIECE, np.float32)
+    # Early, so that it is on its way together with the sums.
+    load_piece(of_chunks, cuda.threadIdx.x * PIECE, np.int32(1), tile, 0)
+    top, total = merge_spans(tops[r], totals[r])
+    if not total > np.float32(0.0):  # in every lane alike
         write_bad_row(*best)
         return
-
-    # The best chunks, at least K of them, or all. K spans' best ones pass the K-th of
-    # the spans' maxima, and few others do if there are some spans more than K.
+    if cuda.threadIdx.x < used.size:
+        used[cuda.threadIdx.x] = 0
     if cuda.threadIdx.x == 0:
         chunks[0] = 0  # the row of maxima is one chunk
-    ranked = 3 * kept <= 2 * tops.shape[1] and tops.shape[1] <= RANKED
-    if ranked:
-        low = kth_order(tops[r], kept, orders, kth)
-    else:
-        low = order_of(least)
-    # Chunks that hold something; the rest fill a span, and `low` leaves them out.
-    n, real = of_chunks.size, (row.size - 1 >> chunk_log + PIECE_LOG) + 1
-    low = low >> key_shift << chunk_bits | (n - real)
-    high = ((order_of(top) >> key_shift) + 1) << chunk_bits
+
+    # The best chunks, at least K of them, or all. The barriers order what is above.
+    best_chunk, worst_chunk = lanes_chunks(of_chunks, tile)
+    if 3 * kept <= 2 * min(pieces, cuda.blockDim.x):
+        bound = bound_of_lanes(best_chunk, kept)
+    else:  # a lane whose worst one passes has eight or more that do
+        bound = bound_of_lanes(worst_chunk, (kept + PIECE - 1) // PIECE)
+    low = bound >> key_shift << chunk_bits
     source = (
         of_chunks,
         np.int32(1),
         chunks,
         ONE_CHUNK,
-        n // PIECE,
+        pieces,
         key_shift,
         chunk_bits,
     )
-    most = min(kept + ROOM, MAX_CHUNKS)
-    # Its first barrier also orders the chunk before it is read.
-    n_chunks = gather_codes(source, low, used, codes, CAPACITY) if ranked else real
-    if n_chunks > most or not ranked:
+    n_chunks = gather_codes(source, low, codes, used, 0)
+    most = min(2 * kept + WARP, MAX_CHUNKS)
+    if n_chunks > most:
+        high = ((order_of(top) >> key_shift) + 1) << chunk_bits
         low = narrow(source, kept, most, low, high, n_chunks, bins)
-        n_chunks = gather_codes(source, low, used, codes, CAPACITY)
+        n_chunks = gather_codes(source, low, codes, used, 1)
     i = cuda.threadIdx.x
     while i < n_chunks:
         chunks[i] = n - 1 - (codes[i] & ((np.int64(1) << chunk_bits) - 1))
         i += cuda.blockDim.x
+    cuda.syncthreads()  # the chunks are there before they are read
 
     # Their tokens that are as good as the K-th chunk's best, at least K of them.
-    low = low >> chunk_bits << id_bits if real >= kept else 0
-    high = ((order_of(top) >> key_shift) + 1) << id_bits
+    low = low >> chunk_bits << id_bits
     pieces = n_chunks << chunk_log
     source = (row, wide, chunks, chunk_log, pieces, key_shift, id_bits)
-    # Its first barrier also orders the chunks before they are read.
-    count = gather_codes(source, low, used, codes, CAPACITY)
+    count = gather_codes(source, low, codes, used, 2)
     if count > CAPACITY:
+        high = ((order_of(top) >> key_shift) + 1) << id_bits
         low = narrow(source, kept, CAPACITY, low, high, count, bins)
-        count = gather_codes(source, low, used, codes, CAPACITY)
+        count = gather_codes(source, low, codes, used, 3)
     write_best(codes, count, row, id_bits, top, total, *best)
 
 
@@ -702,7 +720,7 @@ def _codes(logits: Any) -> tuple[np.int32, np.int32]:
 
 def _chunk_log(kept: int) -> int:
     """Logarithm of a chunk's pieces: few chunks, and few tokens in those selected."""
-    return 3 if kept <= 256 else 2
+    return 3 if kept <= 64 else 2
 
 
 def _launch_simple(at: Place, logits: Any, log_probs: Any, token_ids: Any) -> None:
@@ -723,18 +741,17 @@ def _launch_chunks(at: Place, logits: Any, log_probs: Any, token_ids: Any) -> No
     wide = np.int32(loads_wide(logits))
     tops = at.empty((rows, spans), np.float32)
     totals = at.empty((rows, spans), np.float32)
-    lows = at.empty((rows, spans), np.float32)
     maxima = at.empty((rows, chunks), np.float32)
     grid = rows, -(-spans * WARP // SCAN_THREADS)
     at.launch(
         *(topk_scan_kernel, grid, SCAN_THREADS),
-        *(logits, wide, np.int32(chunk_log), tops, totals, lows, maxima),
+        *(logits, wide, np.int32(chunk_log), tops, totals, maxima),
     )
-    # A piece a lane in one go: a few chunks more are left than are kept.
-    threads = max((kept + kept // 4 + 8) << chunk_log, min(chunks // PIECE, 256))
+    # A lane takes a piece of maxima, then one of logits: somewhat more than K chunks.
+    threads = max((kept + kept // 8 + 8) << chunk_log, chunks // PIECE)
     chunk_bits = np.int32((chunks - 1).bit_length())
     at.launch(
         *(topk_pick_kernel, rows, _warps(threads, PICK_THREADS)),
         *(logits, wide, *_codes(logits), chunk_bits, np.int32(chunk_log)),
-        *(tops, totals, lows, maxima, log_probs, token_ids),
+        *(tops, totals, maxima, log_probs, token_ids),
     )

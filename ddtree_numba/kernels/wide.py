@@ -130,8 +130,8 @@ def _(lane: Executing, x: Any) -> int:
 @cuda.jit(device=True)
 def warp_sum(x):
     """The sum of the warp's x, the same for every lane."""
-    for distance in (16, 8, 4, 2, 1):
-        x += cuda.shfl_xor_sync(FULL_WARP, x, distance)
+    for step in range(5):  # a loop over a tuple is not always unrolled
+        x += cuda.shfl_xor_sync(FULL_WARP, x, 16 >> step)
     return x
 
 
