@@ -1,89 +1,248 @@
-"""One small round through every kernel on the GPU, each stage held to its reference.
+"""One small round of every kernel, in groups, each stage held to its reference.
 
-A script of its own, so that compute-sanitizer can watch it (`test_sanitizer.py`).
+For compute-sanitizer (`under_sanitizer.py`). Inputs are as small as every branch of the
+kernels allows. Outputs are not filled before a kernel runs, as other tests do it:
+initcheck is to see what stays unwritten.
 """
 
+import itertools
+from unittest import mock
+
 import numpy as np
+import test_model_device
+import test_step
+import test_verify_attn_wgmma
+from numba import cuda
+from random_trees import random_tree
+from test_verify_attn import SCALE, random_case
+from test_verify_attn_bf16 import assert_close, bf16_case
 
 from ddtree_numba import bf16, reference
+from ddtree_numba.kernels import verify_attn as attention_module
+from ddtree_numba.kernels import verify_attn_mma
 from ddtree_numba.kernels.argmax import argmax
 from ddtree_numba.kernels.kv_compact import kv_compact
 from ddtree_numba.kernels.topk import topk
 from ddtree_numba.kernels.tree_accept import tree_accept
-from ddtree_numba.kernels.tree_build import tree_build
+from ddtree_numba.kernels.tree_build import SMALL, tree_build
 from ddtree_numba.kernels.verify_attn import verify_attn
-from ddtree_numba.tree import DraftTree
 
-B, L, V, H, DC, DR, S_MAX = 2, 5, 300, 3, 48, 16, 160
-PREFIX = np.array([70, 0], np.int32)
-BUDGETS = np.array([37, 20], np.int32)
-
-
-def same(name: str, found: object, expected: object, tolerance: float = 0.0) -> None:
-    np.testing.assert_allclose(found, expected, atol=tolerance, rtol=0, err_msg=name)
+INF, NAN = np.inf, np.nan
+FLOATS = {
+    "float32": lambda x: x,
+    "bfloat16": bf16.from_float32,
+    "float16": lambda x: x.astype(np.float16),
+}
 
 
-def main() -> None:
-    rng = np.random.default_rng(0)
-    logits = rng.standard_normal((B, L, V), np.float32) * 2
-    for draft in (logits, bf16.from_float32(logits)):
-        log_probs, tokens = topk(draft, 38, executor="gpu")
-        want = reference.topk(draft, 38)
-        same("topk log_probs", log_probs, want[0], 2e-6)
-        same("topk token_ids", tokens, want[1])
-    tree = tree_build(log_probs, tokens, BUDGETS, executor="gpu")
-    built = reference.tree_build(log_probs, tokens, BUDGETS)
-    for name in vars(built):
-        same(f"tree {name}", getattr(tree, name), getattr(built, name))
+def same(what: str, found: object, expected: object, tolerance: float = 0.0) -> None:
+    np.testing.assert_allclose(found, expected, atol=tolerance, rtol=0, err_msg=what)
 
-    n = tree.max_rows
-    q = rng.standard_normal((B, n, H, DC + DR), np.float32)
-    cache = rng.standard_normal((B, S_MAX, DC + DR), np.float32)
-    for b in range(B):
-        cache[b, PREFIX[b] + tree.n_rows[b] :] = np.nan
-    form = {"sm_scale": 0.1, "d_latent": DC}
-    for version in ("simple", "split"):
-        for cast in (lambda x: x, bf16.from_float32):
-            inputs = (cast(q), cast(cache), PREFIX, tree.visibility)
-            found = verify_attn(*inputs, version=version, executor="gpu", **form)
-            want = reference.verify_attn(*inputs, **form)
-            same(f"{version} out", found[0], want[0], 2e-6)
-            same(f"{version} lse", found[1], want[1], 2e-6)
 
-    small = DraftTree.from_parents([[-1, 0, 1, 0, 3]] * B, n_rows=[5, 3])
-    q = bf16.from_float32(rng.standard_normal((B, 5, H, 576), np.float32))
-    rows = rng.standard_normal((B, S_MAX, 576), np.float32)
-    rows[:, PREFIX[0] + 5 :] = np.nan
-    inputs = (q, bf16.from_float32(rows), PREFIX, small.visibility)
-    form = {"sm_scale": 192**-0.5, "d_latent": 512}
-    found = verify_attn(*inputs, version="mma", executor="gpu", n_splits=3, **form)
-    want = reference.verify_attn(*inputs, **form)
-    same("mma out", found[0], want[0], 2e-2)  # weights are bf16, values up to 4
-    same("mma lse", found[1], want[1], 3e-5)
+# -------------------------------------------------------------------- before the target
 
-    target = rng.standard_normal((B, n, V), np.float32)
-    children = [tree.children(b) for b in range(B)]
-    for b in range(B):  # the target agrees with the draft along one path
-        for row, below in enumerate(children[b]):
-            if below:
-                target[b, row, tree.token_ids[b, below[-1]]] = 50
-    choices = argmax(target, tree.n_rows, executor="gpu")
-    same("argmax", choices, reference.argmax(target, tree.n_rows))
-    accepted = tree_accept(tree, choices, executor="gpu")
-    for name, found, want in zip(
-        accepted._fields, accepted, reference.tree_accept(tree, choices), strict=True
+
+def rows_of_logits(vocab: int) -> np.ndarray:
+    """Plain rows, rows full of ties, and rows that are no distribution: [2, 5, V]."""
+    logits = np.random.default_rng(vocab).standard_normal((2, 5, vocab), np.float32)
+    logits[0, 1] = 1  # more ties than are sorted at a time
+    logits[0, 2, 5:] = -INF
+    logits[0, 3] = np.arange(vocab) % 3
+    logits[0, 4, vocab // 2] = NAN
+    logits[1, 3, -1] = INF
+    logits[1, 4] = -INF
+    return logits
+
+
+def select(executor: str) -> None:
+    """`topk` and `argmax`."""
+    # Loads of 16 bytes, and one by one.
+    for (name, cast), vocab in itertools.product(FLOATS.items(), (5000, 301)):
+        logits = cast(rows_of_logits(vocab))
+        how = {"executor": executor, "check": False}
+        for k, version in itertools.product((3, 38, 290), ("simple", "chunks")):
+            found = topk(logits, k, version=version, **how)
+            expected = reference.topk(logits, k, check=False)
+            what = f"topk {version}, {name}, V {vocab}, k {k}:"
+            same(f"{what} log_probs", found[0], expected[0], 2e-6)
+            same(f"{what} token_ids", found[1], expected[1])
+        for n_rows in (None, np.array([5, 2], np.int32)):
+            expected = reference.argmax(logits, n_rows, check=False)
+            same(f"argmax {name}", argmax(logits, n_rows, **how), expected)
+
+
+def tables() -> dict[str, tuple[np.ndarray, list[int]]]:
+    """Log-probs [2, L, K] and budgets of both requests."""
+    rng = np.random.default_rng(1)
+    falling = -np.sort(rng.exponential(size=(2, 5, 40)).astype(np.float32))
+    few = falling.copy()
+    few[:, 2, 3:] = few[0, 3:] = -INF
+    odd = falling.copy()
+    odd[0, 1, 7], odd[1] = NAN, odd[1, :, ::-1]  # NaN; what no topk gives
+    deep = -np.sort(rng.exponential(size=(2, 50, 8)).astype(np.float32))
+    flat = deep[:, :43] * np.float32(0.01)  # as deep as levels go
+    return {
+        "plain": (falling, [37, 20]),
+        "unaligned": (np.ascontiguousarray(falling[:, :, :39]), [64, 1]),
+        "ties": (np.zeros_like(falling), [64, 9]),
+        "rounded": (np.round(falling * 4) / 4, [64, 37]),
+        "few": (few, [50, 50]),
+        "scarce": (np.ascontiguousarray(few[:, 2:4, :4]), [64, 20]),
+        "odd": (odd, [40, 40]),
+        "none": (falling, [0, 12]),
+        "deep": (deep * np.float32(0.1), [60, 60]),
+        "flat": (flat, [64, 130]),
+        "large": (few, [300, 130]),
+        "largest": (falling, [600, 513]),
+    }
+
+
+def build(executor: str) -> None:
+    """`tree_build`, `tree_accept` and `kv_compact`."""
+    roots = np.array([7, 9], np.int32)
+    for name, (log_probs, budgets) in tables().items():
+        ids = np.random.default_rng(2).integers(0, 99, log_probs.shape, np.int32)
+        most = max(budgets)
+        # All rows, padding rows too, and one budget for both requests.
+        for n_draft_nodes, room, root_tokens in (
+            (np.array(budgets, np.int32), most + 3, roots),
+            (most, most, None),
+        ):
+            how = {"max_draft_nodes": room, "check": False, "root_tokens": root_tokens}
+            given = log_probs, ids, n_draft_nodes
+            expected = reference.tree_build(*given, **how)
+            for version in ("simple", "small", "parallel"):
+                if version != "small" or room <= SMALL:
+                    tree = tree_build(*given, version=version, executor=executor, **how)
+                    for field, x in vars(tree).items():
+                        what = f"tree_build {version}, {name}: {field}"
+                        same(what, x, getattr(expected, field))
+    for seed in range(4):
+        accept(executor, np.random.default_rng(seed), broken=seed > 1)
+
+
+def accept(executor: str, rng: np.random.Generator, broken: bool) -> None:
+    """Accept random trees' paths, and move their rows in caches of random numbers."""
+    tree = random_tree(rng, 40, 20, depth_bias=0.5)
+    if broken:
+        tree.next_sibling[:, 3], tree.next_token[::2, 2] = 1, 20
+    choices = rng.integers(-1, 3, (40, 20), np.int32)
+    for max_depth in (None, 3):
+        accepted = tree_accept(tree, choices, max_depth=max_depth, executor=executor)
+        expected = reference.tree_accept(tree, choices, max_depth=max_depth)
+        for field, x in accepted._asdict().items():
+            same(f"tree_accept {field}", x, getattr(expected, field))
+    lens = rng.integers(0, 30, 40, np.int32)
+    moves = lens, accepted.rows, accepted.accept_len
+    for shape, dtype in (((40, 52, 9), np.float32), ((2, 40, 52, 130), np.uint16)):
+        cache = rng.integers(0, 99, shape).astype(dtype)
+        moved, expected = cache.copy(), cache.copy()
+        found = kv_compact(moved, *moves, executor=executor)
+        same("kv_compact lengths", found, kv_compact(expected, *moves))
+        same("kv_compact rows", moved, expected)
+
+
+# ---------------------------------------------------------------------------- attention
+
+
+def attend(what: str, case: tuple, d_latent: int, **how: object) -> None:
+    """`verify_attn` of a case in float32's tolerances."""
+    form = {"sm_scale": SCALE, "d_latent": d_latent}
+    found = verify_attn(*case, **form, **how)
+    for x, expected in zip(found, reference.verify_attn(*case, **form), strict=True):
+        same(f"{what}, {how}", x, expected, 3e-6)
+
+
+def attention(executor: str) -> None:
+    """`verify_attn` in float32 sums: "simple", "split", and what merges splits."""
+    rng = np.random.default_rng(3)
+    # Columns of values and in all; the second rows are not aligned, and the third have
+    # values of two panels. The last has more keys than are scored at a time.
+    for d_latent, d_rope, n, heads, prefix_lens in (
+        (48, 16, 37, 3, [70, 0]),
+        (47, 20, 5, 2, [110, 3]),
+        (516, 8, 3, 1, [5]),
+        (16, 8, 2, 1, [1030]),
     ):
-        same(f"tree_accept {name}", found, want)
-    assert accepted.accept_len.max() > 1
+        case = random_case(rng, n, heads, d_latent, d_rope, prefix_lens)
+        q, cache, lens, visibility = case
+        visibility[0, -1] = 0  # padding
+        cache[0, lens[0] + 1] = NAN  # of a row that some see
+        for cast in (FLOATS["float32"], FLOATS["bfloat16"]):
+            given = cast(q), cast(cache), lens, visibility
+            how = {"executor": executor}
+            attend("verify_attn", given, d_latent, version="simple", **how)
+            for n_splits in (None, 1, 3, 30):
+                how |= {"version": "split", "n_splits": n_splits}
+                attend("verify_attn", given, d_latent, **how)
 
-    layers = np.stack([cache, -cache])
-    moved = layers.copy()
-    lens = kv_compact(layers, PREFIX, accepted.rows, accepted.accept_len)
-    kv_compact(moved, PREFIX, accepted.rows, accepted.accept_len, executor="gpu")
-    same("kv_compact", moved, layers)
-    same("prefix_lens", lens, PREFIX + accepted.accept_len)
-    print("one round: every stage agrees with its reference")
+
+def attend_bf16(case: tuple, version: str, executor: str, **how: object) -> None:
+    """`verify_attn` on tensor cores, and again with a NaN that some rows see."""
+    form = {"sm_scale": SCALE, "d_latent": 512, "version": version} | how
+    assert_close(verify_attn(*case, executor=executor, **form), case)
+    q, cache, lens, visibility = case
+    cache, visibility = cache.copy(), visibility.copy()
+    cache[0, lens[0] + 1, 511] = bf16.from_float32(np.float32([NAN]))[0]
+    visibility[0, 2:3] = 0
+    found = verify_attn(q, cache, lens, visibility, executor=executor, **form)
+    expected = reference.verify_attn(
+        q, cache, lens, visibility, sm_scale=SCALE, d_latent=512
+    )
+    same(f"verify_attn {version} with NaN, {how}: lse", found[1], expected[1], 1e-4)
+    np.testing.assert_array_equal(np.isnan(found[0]), np.isnan(expected[0]))
 
 
-if __name__ == "__main__":
-    main()
+def mma(executor: str) -> None:
+    """`verify_attn` with `mma.sync`, in every form."""
+    for form in verify_attn_mma.FORMS:
+        with mock.patch.object(verify_attn_mma, "form_for", lambda at, form=form: form):
+            for n, heads, prefix_lens in ((5, 13, [70]), (3, 2, [45, 0])):
+                case = bf16_case(n, n, heads, prefix_lens)
+                for n_splits in (1, 3):
+                    attend_bf16(case, "mma", executor, n_splits=n_splits)
+
+
+def wgmma(executor: str) -> None:
+    """`verify_attn` with `wgmma`, on few blocks and in every way to share the work."""
+    for processors, n, heads, prefix_lens, n_splits in (
+        (132, 5, 13, [70, 0], None),
+        (132, 3, 2, [300], 3),
+        (3, 3, 64, [1200], None),  # a row tile in parts that stay in registers
+        (6, 1, 64, [2500], None),  # … and in more parts
+        (3, 5, 64, [2000], None),  # a round of whole row tiles, and a rest that is cut
+        (3, 2, 64, [0, 200, 700, 900], None),  # all of the line is cut
+        (3, 2, 64, [100] * 4, None),  # whole row tiles, the last round not full
+        (40, 1, 1, [65] * 34, None),  # more requests than lanes
+    ):
+        case = bf16_case(n, n, heads, prefix_lens)
+        for exact_max in (False, True):
+            with mock.patch.object(
+                attention_module, "_multiprocessors", lambda at, n=processors: n
+            ):
+                how = {"n_splits": n_splits, "exact_max": exact_max}
+                attend_bf16(case, "wgmma", executor, **how)
+    test_verify_attn_wgmma.test_references_follow_scores_that_grow_from_tile_to_tile(
+        executor, False
+    )
+
+
+# ----------------------------------------------------------------- models, whole rounds
+
+
+def model(executor: str) -> None:
+    """The small model's kernels, by a round of its passes."""
+    tests = test_model_device
+    with mock.patch.object(tests, "SMALL", tests.TINY):
+        tests.test_a_round_of_passes_computes_what_the_numpy_model_does(executor)
+    tests.test_a_sample_is_the_references(executor, 0.7)
+    tests.test_a_sample_of_what_is_no_distribution_is_none(executor)
+
+
+def graph(executor: str) -> None:
+    """A round as plain calls, and captured."""
+    assert executor == "gpu"
+    test_step.test_replayed_rounds_are_plain_rounds(cuda.to_device, 3)
+
+
+GROUPS = {f.__name__: f for f in (wgmma, select, build, mma, attention, model, graph)}
