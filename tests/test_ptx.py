@@ -40,6 +40,8 @@ from ddtree_numba.kernels.ptx import (
     ex2_approx,
     ldmatrix_x4,
     ldmatrix_x4_trans,
+    max_bf16x2,
+    min_bf16x2,
     mma_m16n8k16_bf16,
 )
 
@@ -164,6 +166,29 @@ def test_cp_async_copies_16_bytes_and_fills_with_zeros(kernel_executor):
     assert (out[0] == x).all()
     shifted = np.where(np.arange(8) < sizes[:, None] // 2, np.roll(x, -1, axis=0), 0)
     assert (out[1] == shifted[::-1]).all()
+
+
+@cuda.jit
+def clamp_kernel(x, low, high, out):
+    # x, low, high [n] u32: pairs of bfloat16; out [n] u32
+    i = cuda.grid(1)
+    if i < out.size:
+        out[i] = min_bf16x2(max_bf16x2(x[i], low[i]), high[i])
+
+
+def test_max_and_min_of_pairs_take_the_number_where_one_is_nan(kernel_executor):
+    values = np.float32([1, -3, 0.5, np.nan, np.inf, -np.inf, 2, -2])
+    low, high = np.float32([-2] * 7 + [np.nan]), np.float32([0.75] * 6 + [np.nan, 8])
+    expected = np.float32([0.75, -2, 0.5, -2, 0.75, -2, 2, -2])
+
+    def pairs(x):  # each beside the one at the other end
+        bits = from_float32(x).astype(np.uint32)
+        return bits | bits[::-1] << np.uint32(16)
+
+    given = [pairs(x) for x in (values, low, high)]
+    out = np.zeros(8, np.uint32)
+    out = launch(kernel_executor, clamp_kernel, 1, 32, *given, out=out)
+    np.testing.assert_array_equal(out, pairs(expected))
 
 
 @cuda.jit

@@ -27,6 +27,7 @@ from ddtree_numba.kernels.ptx import (
     setmaxnreg_dec,
     setmaxnreg_inc,
     st_global_v2_f32,
+    st_shared_v2_f32,
     stmatrix_x4,
     wgmma_commit_group,
     wgmma_descriptor,
@@ -204,7 +205,9 @@ def pairs_kernel(out):
         setmaxnreg_dec(40)
     else:
         setmaxnreg_inc(232)
-    st_global_v2_f32(out, (i, 0), float32(i), float32(-i))
+    pairs = cuda.shared.array((384, 2), float32, alignment=8)
+    st_shared_v2_f32(pairs, (i, 0), float32(i), float32(-i))
+    st_global_v2_f32(out, (i, 0), pairs[i, 0], pairs[i, 1])
 
 
 def test_pairs_are_stored_whatever_registers_a_warpgroup_has(machine):

@@ -694,12 +694,17 @@ def test_the_largest_merge_has_its_registers():
     assert kernel.registers * threads <= 65536 and kernel.spilled == 0
 
 
-def test_visibility_names_no_rows_beyond_the_tree():
-    words = np.array([[[1], [2 | 1 << 2]]], np.uint32)
+@pytest.mark.parametrize(
+    ("first", "second", "row", "bit"),
+    [(1, 2 | 1 << 2, 1, 2), (1 | 2, 2, 0, 1)],
+    ids=["beyond-the-tree", "behind-the-row"],
+)
+def test_visibility_names_a_row_and_those_before_it_alone(first, second, row, bit):
     refuse(
         ValueError,
-        "visibility, request 0 has bit 2; expected bits of rows 0 … 1",
-        visibility=words,
+        f"visibility, request 0, row {row} has bit {bit}; expected bits of rows "
+        f"0 … {row}: a node comes after its ancestors",
+        visibility=np.array([[[first], [second]]], np.uint32),
     )
 
 

@@ -20,6 +20,7 @@ from test_verify_attn import (
 
 from ddtree_numba import backend, bf16
 from ddtree_numba.emulator import emulate
+from ddtree_numba.kernels import verify_attn as verify_attn_module
 from ddtree_numba.kernels import verify_attn_wgmma as module
 from ddtree_numba.kernels.verify_attn import verify_attn
 from ddtree_numba.tree import DraftTree
@@ -128,6 +129,15 @@ def test_splits_do_not_change_the_result(kernel_executor, n_splits):
     # Two requests of three tiles of keys, in parts of one and a half, or of one.
     case = bf16_case(2, 2, 2, [140, 160])
     assert_close(attend(kernel_executor, case, n_splits=n_splits), case)
+
+
+@pytest.mark.parametrize(("n_splits", "blocks"), [(2, 3), (3, 5), (5, 9)])
+def test_a_block_may_have_a_part_of_two_row_tiles(n_splits, blocks, monkeypatch):
+    # Two row tiles of five tiles of keys, over an odd number of blocks: the one in the
+    # middle has a part of both, beside blocks that end with the first.
+    monkeypatch.setattr(verify_attn_module, "_multiprocessors", lambda at: blocks)
+    case = bf16_case(2, 2, 33, [300])
+    assert_close(attend("emulator", case, n_splits=n_splits), case)
 
 
 def test_a_padding_row_sees_nothing_not_even_the_prefix(kernel_executor):
@@ -325,10 +335,17 @@ def test_auto_takes_it_where_it_can_run_and_pays():
 
 
 @pytest.mark.parametrize(
-    ("shape", "expected"), [((1, 1, 64), False), ((1, 33, 8), True), ((2, 1, 1), True)]
+    ("batch", "n", "heads", "room", "expected"),
+    [
+        (1, 1, 64, 64 * 63, False),  # a row tile of 63 tiles of keys
+        (1, 1, 64, 64 * 63 + 1, True),
+        (1, 33, 64, 64, False),  # 33 row tiles
+        (2, 33, 64, 64, True),
+    ],
 )
-def test_it_does_not_pay_for_one_row_tile(shape, expected):
-    assert module.pays(np.empty((*shape, 576), np.uint16)) == expected
+def test_it_pays_for_64_tiles_of_rows_and_keys(batch, n, heads, room, expected):
+    q = np.empty((batch, n, heads, 576), np.uint16)
+    assert module.pays(q, np.empty((batch, room, 576), np.uint16)) == expected
 
 
 # ---------------------------------------------------------------------------- bad input
@@ -392,10 +409,10 @@ def test_the_kernel_is_made_of_the_instructions_meant(tmp_path):
         name: len(re.findall(rf"{name}\.sync\.aligned\.\S+ {{", ptx))
         for name in ("wgmma.mma_async", "stmatrix")
     }
-    # Scores: a first tile and one in the loop, of either warpgroup, of 36 products.
-    # Values: inside the loop and behind it, 4 own and 4 of the other's; and a last
-    # even tile that has no odd one beside it.
-    assert count["wgmma.mma_async"] == 4 * 36 + 2 * 2 * (4 + 4) + 4
+    # Scores: an even and an odd tile of 36 products, and of the first even one the 16
+    # on the left, ahead of the loop. Values: of either group 4 own and 4 of the
+    # other's; and a last even tile that has no odd one beside it.
+    assert count["wgmma.mma_async"] == 2 * 36 + 16 + 2 * (4 + 4) + 4
     assert ptx.count("setmaxnreg") == 2
     ptxas = shutil.which("ptxas")
     if ptxas is None:

@@ -13,10 +13,13 @@ Compute capability 8.0 or later
 `ldmatrix_x4`, `…_trans`     load four 8x8 matrices of 16-bit elements, by the warp
 `mma_m16n8k16_bf16`          multiply 16x16 by 16x8 bfloat16 and add, by the warp
 `cvt_rn_bf16x2`              round two float32 to bfloat16, packed in 32 bits
+`max_bf16x2`, `min_bf16x2`   the larger, the smaller of two bfloat16 each
 `ex2_approx`                 2 to the power of x
 `bar_sync`, `bar_arrive`     come to a named barrier and wait, or only come
 `bar_red_or`                 … and wait, and learn whether anyone brought a nonzero
 `st_global_v2_f32`           store two neighbouring float32
+`st_shared_v2_f32`           … in shared memory
+`fence_acq_rel_gpu`          order: this thread's accesses, as other blocks see them
 `wait_for_at_least`          wait for a counter that other blocks add to
 Compute capability 9.0
 ------------------------------------------------------------------------------------
@@ -93,19 +96,23 @@ __all__ = [
     "cp_async_wait_group",
     "cvt_rn_bf16x2",
     "ex2_approx",
+    "fence_acq_rel_gpu",
     "fence_mbarrier_init",
     "fence_proxy_async",
     "fence_proxy_tensormap",
     "ldmatrix_x4",
     "ldmatrix_x4_trans",
+    "max_bf16x2",
     "mbarrier_arrive",
     "mbarrier_arrive_expect_tx",
     "mbarrier_init",
     "mbarrier_wait",
+    "min_bf16x2",
     "mma_m16n8k16_bf16",
     "setmaxnreg_dec",
     "setmaxnreg_inc",
     "st_global_v2_f32",
+    "st_shared_v2_f32",
     "stmatrix_x4",
     "wait_for_at_least",
     "wgmma_4_m64n256k16_bf16_from_registers",
@@ -485,6 +492,31 @@ def cvt_rn_bf16x2(typingctx, low, high):
     return types.uint32(types.float32, types.float32), codegen
 
 
+def _of_pairs(name):
+    """An instruction of two pairs of bfloat16, each in a uint32."""
+
+    def typing(typingctx, x, y):
+        def codegen(context, builder, signature, args):
+            text = f"{name}.bf16x2 $0, $1, $2;"
+            return _assembly(builder, _I32, text, "=r,r,r", list(args), memory=False)
+
+        return types.uint32(types.uint32, types.uint32), codegen
+
+    return typing
+
+
+@intrinsic
+def max_bf16x2(typingctx, x, y):
+    """``max.bf16x2``: the larger of two bfloat16 each; the other one if one is NaN."""
+    return _of_pairs("max")(typingctx, x, y)
+
+
+@intrinsic
+def min_bf16x2(typingctx, x, y):
+    """``min.bf16x2``: the smaller of two bfloat16 each; the other one if one is NaN."""
+    return _of_pairs("min")(typingctx, x, y)
+
+
 @intrinsic
 def ex2_approx(typingctx, x):
     """``ex2.approx.ftz.f32``: 2 to the power of x, relative error about 2**-22.
@@ -504,6 +536,23 @@ def _(lane: Executing, low: Any, high: Any) -> int:
     pair = np.array([low, high], np.float32)
     bits = np.where(np.isnan(pair), 0x7FFF, from_float32(pair)).astype(np.uint32)
     return int(bits[0] | bits[1] << 16)
+
+
+def _halves(pair: Any) -> np.ndarray:
+    """The two bfloat16 of a uint32, as float32."""
+    return to_float32(np.array([pair & 0xFFFF, pair >> 16], np.uint16))
+
+
+@emulation(max_bf16x2)
+def _(lane: Executing, x: Any, y: Any) -> int:
+    low, high = from_float32(np.fmax(_halves(x), _halves(y)))
+    return int(low) | int(high) << 16
+
+
+@emulation(min_bf16x2)
+def _(lane: Executing, x: Any, y: Any) -> int:
+    low, high = from_float32(np.fmin(_halves(x), _halves(y)))
+    return int(low) | int(high) << 16
 
 
 @emulation(ex2_approx)
@@ -903,7 +952,33 @@ def st_global_v2_f32(typingctx, array, index, first, second):
     return signature, codegen
 
 
+@intrinsic
+def st_shared_v2_f32(typingctx, array, index, first, second):
+    """``st.shared.v2.f32``: as `st_global_v2_f32`, in a shared array."""
+    _check_index(array, index)
+    signature = types.void(array, index, types.float32, types.float32)
+
+    def codegen(context, builder, signature, args):
+        at = _address(context, builder, signature.args[:2], args[:2], _SHARED)
+        text = "st.shared.v2.f32 [$0], {$1, $2};"
+        operands = [at, *args[2:]]
+        _assembly(builder, ir.VoidType(), text, "r,f,f", operands, memory=True)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
 # -- blocks that wait for one another (sm_70) -----------------------------------------
+
+
+@intrinsic
+def fence_acq_rel_gpu(typingctx):
+    """``fence.acq_rel.gpu``: what was written before comes before what is written next.
+
+    For other blocks, as `cuda.threadfence`, which orders loads and stores of all
+    threads in one line too (``fence.sc``) and takes longer.
+    """
+    return types.void(), _instruction("fence.acq_rel.gpu;", warp=False)
 
 
 @intrinsic
@@ -1244,6 +1319,11 @@ def _(lane: Executing, array: Any, index: Any, *values: Any) -> None:
     lane.write("st.global.v2", array, index, pair, "global")
 
 
+@emulation(st_shared_v2_f32)
+def _(lane: Executing, array: Any, index: Any, *values: Any) -> None:
+    lane.write("st.shared.v2", array, index, np.array(values, np.float32))
+
+
 @emulation(wgmma_descriptor)
 def _(lane: Executing, array: Any, index: Any) -> int:
     return hopper.shared_address(lane, array, index, 16) >> 4 | 512 << 16
@@ -1282,3 +1362,4 @@ def _(lane, acc, a, b):
 
 
 emulation(wait_for_at_least)(hopper.wait_for_at_least)
+emulation(fence_acq_rel_gpu)(lambda lane: lane.hub.fence())

@@ -770,7 +770,8 @@ def verify_attn(
         for "mma" and "wgmma" rows that start at multiples of 16 bytes.
     prefix_lens : int32 [B]
     visibility : uint32 [B, N, ceil(N/32)]
-        A row without any bit is padding and sees nothing, not even the prefix.
+        A row without any bit is padding and sees nothing, not even the prefix. No row
+        has a bit behind its own: "wgmma" does not look there.
     sm_scale : float
         The model's softmax scale; not ``D ** -0.5``.
     d_latent : int
@@ -778,8 +779,9 @@ def verify_attn(
     version : {"auto", "simple", "split", "mma", "wgmma"}
         Which kernel. "mma" and "wgmma" take bfloat16 with D = 576 and Dc = 512, "wgmma"
         on compute capability 9.0 alone and with `sm_scale` above 0. On a GPU "auto" is
-        "wgmma" where it can run and B > 1 or N · H > 64, else "mma" where it can run;
-        and "split" for all the rest.
+        "wgmma" where it can run and there are 64 tiles of 64 packed rows (of a
+        request's N · H) and 64 keys (of S_max), else "mma" where it can run; and
+        "split" for all the rest.
     n_splits : int, optional
         Parts of the keys that blocks of one row tile work on side by side, cut to
         S_max ("simple" has none); if omitted, as many as keep the card busy at a prefix
@@ -882,15 +884,15 @@ def _check_scalars(
 
 def _check_fit(prefix_lens: np.ndarray, visibility: np.ndarray, room: int) -> None:
     """Raise ValueError unless prefix and visible tail rows of every request fit."""
-    n = visibility.shape[1]
-    seen = np.bitwise_or.reduce(visibility, axis=1).astype("<u4")
-    bits = np.unpackbits(seen.view(np.uint8), axis=1, bitorder="little")
-    for b, j in np.argwhere(bits[:, n:]):
+    octets = visibility.astype("<u4").view(np.uint8)
+    bits = np.unpackbits(octets, axis=2, bitorder="little")
+    rows, columns = np.arange(bits.shape[1]), np.arange(bits.shape[2])
+    for b, i, j in np.argwhere(bits * (columns > rows[:, None])):
         raise ValueError(
-            f"visibility, request {b} has bit {n + j}; "
-            f"expected bits of rows 0 … {n - 1}"
+            f"visibility, request {b}, row {i} has bit {j}; expected bits of rows "
+            f"0 … {i}: a node comes after its ancestors"
         )
-    tails = np.where(bits, np.arange(1, bits.shape[1] + 1), 0).max(axis=1, initial=0)
+    tails = np.where(bits.any(axis=1), columns + 1, 0).max(axis=1, initial=0)
     for b in np.flatnonzero((prefix_lens < 0) | (prefix_lens + tails > room)):
         raise ValueError(
             f"prefix_lens[{b}] is {prefix_lens[b]}; expected 0 … {room - tails[b]} "
@@ -913,7 +915,7 @@ def _choose_version(
     if version == "auto":
         if at.executor != "gpu":
             return "split"
-        if verify_attn_wgmma.pays(q) and not wgmma_problem():
+        if verify_attn_wgmma.pays(q, kv_cache) and not wgmma_problem():
             return "wgmma"
         return "split" if mma_problem() else "mma"
     problems = {"wgmma": wgmma_problem, "mma": mma_problem}

@@ -11,7 +11,7 @@ through tiles of 64 keys. 384 threads are three warpgroups:
 
     0      scores of the even tiles; sums of output columns   0 … 255
     1      scores of the odd tiles;  sums of output columns 256 … 511
-    2      a thread loads (TMA); a warp plans, another finds what is to be merged;
+    2      a thread loads (TMA), a warp plans and finds what is to be merged;
            its registers go to the first two groups
 
 A warpgroup's sums are 64 x 256 float32, 128 in a thread. Of a pair of tiles, with P0
@@ -37,8 +37,8 @@ TMA (chunk c of row r at place ``c ^ (r & 7)``). As rows of keys it is an operan
 q·k, and as columns of values of P·V, so nothing is transposed or copied::
 
       0 KB  queries, 9 pieces
-     72     even tile, 9 pieces    later, while parts are merged: their factors
-    144     odd tile, 8 pieces of values
+     72     even tile, 9 pieces    all three later, while parts are merged: a share of
+    144     odd tile, 8 pieces of values   their sums, their factors
     208     its rope columns; once it is scored: P1
     216     P0                     while sums are written: 1 KB a warp
     224     references and totals of rows, mbarriers, the block's plan
@@ -56,9 +56,13 @@ inside a row tile. Row tiles a … e of 30 tiles of keys, 5 a letter, for three 
 
 Merging. Whole row tiles are written at once. Of others a block posts its part (sums,
 references, totals) in global memory, counts itself in, waits until all parts of that
-row tile are counted, and sums its share of the columns over all of them. Its last part
-is still in registers then: where up to `KEEPERS` blocks share that row tile, what the
-block is to sum itself is not posted. The last to leave sets the counters to 0 again.
+row tile are counted, fetches its share of all parts into shared memory at once, and
+sums it. Its last part is still in registers then: where up to `KEEPERS` blocks share a
+row tile and all end in it, each adds the others' parts of its columns to its own, and
+posts only the rest. The last to leave sets the counters to 0 again.
+
+What runs once costs more here than it seems, since its instructions come from memory:
+plan and merge are short loops rather than wide ones.
 
 Measured on one H200 against cuBLAS and FlashInfer: data/bench/.
 """
@@ -78,19 +82,26 @@ from ddtree_numba.kernels.ptx import (
     bar_arrive,
     bar_red_or,
     bar_sync,
+    cp_async_16,
     cp_async_bulk_tensor_3d,
+    cp_async_commit_group,
+    cp_async_wait_group,
     cvt_rn_bf16x2,
     ex2_approx,
+    fence_acq_rel_gpu,
     fence_mbarrier_init,
     fence_proxy_async,
     fence_proxy_tensormap,
+    max_bf16x2,
     mbarrier_arrive,
     mbarrier_arrive_expect_tx,
     mbarrier_init,
     mbarrier_wait,
+    min_bf16x2,
     setmaxnreg_dec,
     setmaxnreg_inc,
     st_global_v2_f32,
+    st_shared_v2_f32,
     stmatrix_x4,
     wait_for_at_least,
     wgmma_4_m64n256k16_bf16_from_registers,
@@ -151,31 +162,37 @@ BARRIERS_END = MERGES_KNOWN + 1
 ROUNDS = 2 * BARRIERS_END
 WORKERS, REST_AT, REST, PART_LENGTH, PART_AT = range(ROUNDS + 1, ROUNDS + 6)
 MERGES = PART_AT + 3  # of two row tiles: parts, first block, request, row tile
-DYNAMIC_SHARED = 4 * (MERGES + 8)
-# When all tiles of keys are done with, in float32 over their place: for `weigh_parts`.
-QUARTERS = EVEN // 2
-PART_TOTALS = QUARTERS + CONSUMERS
-PART_TOPS = PART_TOTALS + CONSUMERS
-FACTORS = PART_TOPS + ROWS
+KEEPS = MERGES + 8  # 1 if the last part stays in registers
+DYNAMIC_SHARED = 4 * (KEEPS + 1)
+# When all tiles of keys are done with, in float32 over their place: a block's share of
+# the parts of a row tile, their references and totals.
+MOST_PARTS = 144
+FETCHED = 0
+PART_TOPS = FETCHED + 4 * (8192 + MOST_PARTS)
+PART_TOTALS = PART_TOPS + ROWS * MOST_PARTS
+QUARTER_TOPS = PART_TOTALS + ROWS * MOST_PARTS
+QUARTER_TOTALS = QUARTER_TOPS + CONSUMERS
 
 # Named barriers (0 is that of the whole block).
 EVEN_READY, ODD_READY, TURN, BOTH, EVEN_ALONE, ODD_ALONE = 1, 2, 3, 4, 5, 6
+WRITTEN, PLANNED = 7, 8
 
 NO_TOP = np.float32(-1e30)  # finite, so that -inf - NO_TOP is no NaN
 ALL_SEEN = np.uint32(0xFFFFFFFF)
 MARGIN = np.float32(8.0)  # in powers of 2; see `raise_top`
 LOADER_REGISTERS, CONSUMER_REGISTERS = 56, 224  # 56 · 128 + 224 · 256 < 65536
 ONE = np.float32(1.0)
-LARGEST = np.float32(3.4028235e38)
+LARGEST_PAIR, LOWEST_PAIR = np.uint32(0x7F7F7F7F), np.uint32(0xFF7FFF7F)  # bfloat16
 
 MAX_STEP = 1 << 40  # of a tensor map, in bytes
 MAX_UNITS = (1 << 31) - 1
-SPLIT_COST = 8  # what it costs to post and merge a split tile, in tiles of keys
-LEAST = 6  # tiles of keys that are worth a block of their own
-KEEPERS = 4  # blocks that share a row tile and keep their own part in registers
-SLICES = 32  # of a row tile's sums: 256 threads with four each
-SLICE = 4 * CONSUMERS
-POSTED = SLICES * SLICE  # sums of a part
+SPLIT_COST = np.float32(8.0)  # what it costs to split and merge, in tiles of keys
+LEAST = 4  # tiles of keys that are worth a block of their own
+PAYS = 64  # tiles of rows and keys; see `pays`
+KEEPERS = 4  # blocks that may share a row tile and keep their own parts in registers
+# A part is posted in chunks of four sums, in the order of the registers: 32 a thread.
+CHUNKS = 32 * CONSUMERS
+POSTED = 4 * CHUNKS
 
 
 class Memory(NamedTuple):
@@ -228,7 +245,7 @@ def device(function: Any) -> Any:
 @device
 def extent(prefix_lens, b, room, n_rows):
     """Prefix length and number of keys, inside the cache whatever was passed."""
-    prefix_len = np.int32(min(max(prefix_lens[b], 0), room))
+    prefix_len = np.int32(min(max(prefix_lens[np.uint32(b)], np.int32(0)), room))
     return prefix_len, np.int32(min(prefix_len + n_rows, room))
 
 
@@ -237,6 +254,18 @@ def key_tiles(prefix_lens, b, room, n_rows):
     """How many tiles of keys a request has."""
     _, n_keys = extent(prefix_lens, b, room, n_rows)
     return np.int32((n_keys + (KEYS - 1)) >> 6)
+
+
+@device
+def seen_from(tile, count, prefix_len, room, n_rows, row_tile, heads):
+    """How many of `count` tiles of keys from `tile` on a row tile sees; at least 1.
+
+    Rows see no node behind their own (a tree's nodes come after their parents).
+    """
+    last = divide(row_tile * ROWS + ROWS - 1, heads)
+    keys = np.int32(min(prefix_len + min(last + 1, n_rows), room))
+    seen = np.int32(np.int32((keys + (KEYS - 1)) >> 6) - tile)
+    return np.int32(max(min(count, seen), np.int32(1)))
 
 
 @device
@@ -263,6 +292,9 @@ def tiles_of_lane(prefix_lens, b, end, room, n_rows):
 def survey(prefix_lens, room, n_rows, lane):
     """Tiles of keys of all requests together, and of the longest; by a warp."""
     batch = np.int32(prefix_lens.size)
+    if batch == 1:
+        tiles = key_tiles(prefix_lens, np.int32(0), room, n_rows)
+        return tiles, tiles
     total, longest = np.int32(0), np.int32(0)
     for first in range(0, batch, WARP):
         tiles = tiles_of_lane(prefix_lens, np.int32(first + lane), batch, room, n_rows)
@@ -297,25 +329,26 @@ def plan(prefix_lens, room, n_rows, row_tiles, n_splits, blocks, lane):
     rest begins, its length).
     """
     total, longest = survey(prefix_lens, room, n_rows, lane)
-    tiles, units = prefix_lens.size * row_tiles, total * row_tiles
+    tiles = np.int32(np.int32(prefix_lens.size) * row_tiles)
+    units = np.int32(total * row_tiles)
     if n_splits > 0:
-        return np.int32(0), np.int32(min(blocks, units)), np.int32(0), np.int32(units)
-    rounds = np.int32(0)
-    if tiles >= blocks and 8 * units >= 7 * np.int64(longest) * tiles:
+        return np.int32(0), np.int32(min(blocks, units)), np.int32(0), units
+    most = np.float32(longest)  # a choice, so float32 will do for products
+    rounds, begin = np.int32(0), np.int32(0)
+    if tiles >= blocks and np.float32(units) >= np.float32(0.875) * most * np.float32(
+        tiles
+    ):
         rounds = divide(tiles, blocks)
-    rest_tiles = tiles - rounds * blocks
-    begin = np.int32(0)
-    if rounds > 0:
         begin = line_offset(
             np.int32(rounds * blocks), prefix_lens, room, n_rows, row_tiles, lane
         )
-    rest = np.int32(units - begin)
-    more = np.int32(min(rest_tiles, 1))
-    if rest_tiles > blocks:
-        more = divide(rest_tiles + blocks - 1, blocks)
-    if (more * np.int64(longest) - SPLIT_COST) * blocks <= rest:
+    rest_tiles, rest = np.int32(tiles - rounds * blocks), np.int32(units - begin)
+    if rest_tiles == 0:
+        return rounds, np.int32(0), begin, rest
+    more = divide(rest_tiles + blocks - 1, blocks)
+    if (np.float32(more) * most - SPLIT_COST) * np.float32(blocks) <= np.float32(rest):
         return np.int32(rounds + more), np.int32(0), begin, rest
-    parts = max(divide(rest, LEAST * rest_tiles), 1)
+    parts = np.int32(max(divide(rest, LEAST * rest_tiles), np.int32(1)))
     # In whole parts of row tiles if that leaves few blocks without work.
     whole = np.int32(rest_tiles * divide(blocks, rest_tiles))
     workers = whole if 10 * whole >= 9 * blocks else blocks
@@ -324,23 +357,30 @@ def plan(prefix_lens, room, n_rows, row_tiles, n_splits, blocks, lane):
 
 @device
 def cut(length, workers, worker):
-    """Where a worker's part begins, if so many workers share a length evenly."""
+    """Where a worker's part begins, if so many workers share a length evenly.
+
+    Of four that share 4n + 1 tiles the first has one more: the last has the tail to
+    look at, and tiles come in pairs.
+    """
     each = divide(length, workers)
-    rest = length - each * workers
-    return np.int32(each * worker + divide(rest * worker, workers))
+    rest = np.int32(length - each * workers)
+    return np.int32(each * worker + divide(rest * worker + workers - 1, workers))
 
 
 @device
 def owner(length, workers, place):
     """The worker to whose part a place belongs: `cut` backwards."""
-    top = np.uint64(place + 1) * np.uint64(workers) - np.uint64(1)
-    return np.int32(top // np.uint64(length))
+    return np.int32(np.uint64(place) * np.uint64(workers) // np.uint64(length))
 
 
 @device
 def locate(unit, prefix_lens, room, n_rows, row_tiles, lane):
     """Request, row tile and tile of keys of a place in the line; by a warp."""
     batch = np.int32(prefix_lens.size)
+    if batch == 1:
+        tiles = key_tiles(prefix_lens, np.int32(0), room, n_rows)
+        row_tile = divide(unit, tiles)
+        return np.int32(0), row_tile, np.int32(unit - row_tile * tiles)
     for first in range(0, batch, WARP):
         b = np.int32(first + lane)
         own = tiles_of_lane(prefix_lens, b, batch, room, n_rows)
@@ -486,38 +526,38 @@ def score_piece(
 
 
 @device
-def score_even_left(memory, scores, parity, first, queries_parity):
+def score_even_left(memory, scores, parity, *queries):
     """Begin the scores of an even tile with the columns on the left."""
-    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 0, 0, first, queries_parity)
-    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 1, 1, first, queries_parity)
-    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 2, 1, first, queries_parity)
-    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 3, 1, first, queries_parity)
+    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 0, 0, *queries)
+    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 1, 1, *queries)
+    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 2, 1, *queries)
+    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 3, 1, *queries)
     wgmma_commit_group()
 
 
 @device
-def score_even_rest(memory, scores, parity, first, queries_parity):
+def score_even_rest(memory, scores, parity, *queries):
     """Complete them with the rope columns and those on the right."""
-    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 8, 1, first, queries_parity)
-    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 4, 1, first, queries_parity)
-    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 5, 1, first, queries_parity)
-    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 6, 1, first, queries_parity)
-    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 7, 1, first, queries_parity)
+    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 8, 1, *queries)
+    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 4, 1, *queries)
+    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 5, 1, *queries)
+    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 6, 1, *queries)
+    score_piece(memory, scores, EVEN, EVEN_ARRIVED, parity, 7, 1, *queries)
     wgmma_commit_group()
 
 
 @device
-def score_odd(memory, scores, parity, first, queries_parity):
+def score_odd(memory, scores, parity, *queries):
     """The scores of an odd tile, whose right half is free, and loaded, first."""
-    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 4, 0, first, queries_parity)
-    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 5, 1, first, queries_parity)
-    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 6, 1, first, queries_parity)
-    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 7, 1, first, queries_parity)
-    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 0, 1, first, queries_parity)
-    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 1, 1, first, queries_parity)
-    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 2, 1, first, queries_parity)
-    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 3, 1, first, queries_parity)
-    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 8, 1, first, queries_parity)
+    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 4, 0, *queries)
+    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 5, 1, *queries)
+    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 6, 1, *queries)
+    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 7, 1, *queries)
+    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 0, 1, *queries)
+    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 1, 1, *queries)
+    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 2, 1, *queries)
+    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 3, 1, *queries)
+    score_piece(memory, scores, ODD, ODD_ARRIVED, parity, 8, 1, *queries)
     wgmma_commit_group()
 
 
@@ -528,7 +568,9 @@ def score_odd(memory, scores, parity, first, queries_parity):
 def visibility_word(visibility, b, row, n):
     """Word n of a row's bits: before them all are seen, behind them nothing is."""
     words = np.int32(visibility.shape[2])
-    word = visibility[b, row, min(max(n, 0), words - 1)]
+    inside = np.int32(min(max(n, np.int32(0)), np.int32(words - 1)))
+    # Unsigned: no code for indices from the end.
+    word = visibility[np.uint32(b), np.uint32(row), np.uint32(inside)]
     if n < 0:
         word = ALL_SEEN
     if n >= words:
@@ -586,30 +628,46 @@ def hide(scores, r, t, low, high):
 
 @device
 def any_not_finite(scores):
-    """1 if any of this thread's scores is inf or NaN."""
-    found = np.uint32(0)
-    for n in range(32):
-        if not abs(scores[n]) <= LARGEST:
-            found = np.uint32(1)
-    return found
+    """1 if any of this thread's scores is inf or NaN: times 0, that is NaN."""
+    w, x, y, z = ZERO, ZERO, ZERO, ZERO  # four sums, none of which waits for another
+    for n in range(0, 32, 4):
+        w = cuda.fma(scores[n], ZERO, w)
+        x = cuda.fma(scores[n + 1], ZERO, x)
+        y = cuda.fma(scores[n + 2], ZERO, y)
+        z = cuda.fma(scores[n + 3], ZERO, z)
+    return np.uint32(0) if (w + x) + (y + z) == ZERO else np.uint32(1)
 
 
 @device
-def clear_non_finite(words, at, thread):
-    """Set NaN and inf among a tile's values to 0; words of two elements, from `at` on.
+def make_finite(words, at, thread):
+    """Set NaN and inf among a tile's values to finite ones; words of two, from `at` on.
 
     A row that does not see a key weighs its value with 0, and 0 · NaN is NaN. A row
     that does see it loses nothing: the key's NaN made its score NaN, so its total is
     NaN too.
     """
-    for n in range(8 * PIECE // 2 // GROUP):
-        here = at + n * GROUP + thread
-        pair = words[here]
-        if pair & np.uint32(0x7F80) == np.uint32(0x7F80):
-            pair &= np.uint32(0xFFFF0000)
-        if pair & np.uint32(0x7F800000) == np.uint32(0x7F800000):
-            pair &= np.uint32(0x0000FFFF)
-        words[here] = pair
+    step = 4 * GROUP
+    for n in range(0, 8 * PIECE // 2, 4 * step):  # loads of four are under way together
+        here = at + n + 4 * thread
+        a, b = load4(words, here), load4(words, here + step)
+        c, d = load4(words, here + 2 * step), load4(words, here + 3 * step)
+        store_finite(words, here, a)
+        store_finite(words, here + step, b)
+        store_finite(words, here + 2 * step, c)
+        store_finite(words, here + 3 * step, d)
+
+
+@device
+def store_finite(words, at, pairs):
+    """Write four pairs of bfloat16 with their non-finite ones made finite."""
+    w, x, y, z = pairs
+    store4(words, at, finite_pair(w), finite_pair(x), finite_pair(y), finite_pair(z))
+
+
+@device
+def finite_pair(pair):
+    """Two bfloat16 inside the finite numbers; what is NaN becomes the lowest."""
+    return min_bf16x2(max_bf16x2(pair, LOWEST_PAIR), LARGEST_PAIR)
 
 
 @device
@@ -624,9 +682,9 @@ def mask(memory, thread, request, seen, scores, at, key0, alone):
     if key0 + KEYS <= request.prefix_len:
         return
     if bar_red_or(alone, GROUP, any_not_finite(scores)) != 0:
-        clear_non_finite(memory.words, at // 2, thread.number)
+        make_finite(memory.words, at // 2, thread.number)
         fence_proxy_async()
-        bar_sync(alone, GROUP)  # the values are clear for all
+        bar_sync(alone, GROUP)  # the values are finite for all
     hide(scores, 0, thread.t, seen[0], seen[1])
     hide(scores, 1, thread.t, seen[2], seen[3])
 
@@ -817,43 +875,52 @@ def take_odd(memory, thread, sums, top, total):
 
 
 @device
+def note_padding(memory, thread, request, visibility):
+    """Write down for both warpgroups which rows are padding."""
+    if thread.t == 0:
+        b, at = request.b, SEEING + thread.row
+        see0 = not is_padding(visibility, b, request.node0)
+        see1 = not is_padding(visibility, b, request.node1)
+        memory.floats[at] = ONE if see0 else ZERO
+        memory.floats[at + 8] = ONE if see1 else ZERO
+
+
+@device
 def compute_even(
     memory, thread, request, visibility, scores, weights, sums, top, total, fresh,
     key0, count, parity, queries_parity, scale, margin,
 ):  # fmt: skip
     """Warpgroup 0's share of `count` tiles of keys; returns the next tile's parity."""
-    pairs = count >> 1
+    note_padding(memory, thread, request, visibility)
+    left = np.int32(count)
     score_even_left(memory, scores, parity, True, queries_parity)
-    score_even_rest(memory, scores, parity, True, queries_parity)
-    seen = look(visibility, request, key0)
-    wgmma_wait_group(0, scores, 32)
-    parity = np.int32(parity ^ 1)
-    for pair in range(((count + 1) >> 1) - 1):
+    while True:
+        score_even_rest(memory, scores, parity, left == count, queries_parity)
+        seen = look(visibility, request, key0)
+        wgmma_wait_group(0, scores, 32)
+        parity = np.int32(parity ^ 1)
+        if left == count:
+            bar_sync(WRITTEN, CONSUMERS)  # group 1 has written what was before
+        if thread.number == 0 and left <= 2:
+            mbarrier_arrive(memory.barriers, QUERIES_FREE)
         weigh_even(
             memory, thread, request, seen, scores, weights, sums, top, total, fresh,
             key0, scale, margin,
         )  # fmt: skip
+        if left == 1:  # the last even tile, with no odd one beside it
+            break
         take_odd(memory, thread, sums, top, total)
+        if left == 2:
+            wgmma_wait_group(0, sums, 128)
+            if thread.number == 0:
+                mbarrier_arrive(memory.barriers, ODD_LEFT_FREE)
+            break
         key0 = np.int32(key0 + 2 * KEYS)
+        left = np.int32(left - 2)
         score_even_left(memory, scores, parity, False, queries_parity)
-        if pair < pairs - 1:  # the last even tile may have no odd one beside it
+        if left > 1:  # the last even tile may have no odd one beside it
             bar_arrive(TURN, CONSUMERS)
         wgmma_wait_group(1, sums, 128)
-        if thread.number == 0:
-            mbarrier_arrive(memory.barriers, ODD_LEFT_FREE)
-        score_even_rest(memory, scores, parity, False, queries_parity)
-        seen = look(visibility, request, key0)
-        wgmma_wait_group(0, scores, 32)
-        parity = np.int32(parity ^ 1)
-    if thread.number == 0:
-        mbarrier_arrive(memory.barriers, QUERIES_FREE)
-    weigh_even(
-        memory, thread, request, seen, scores, weights, sums, top, total, fresh, key0,
-        scale, margin,
-    )  # fmt: skip
-    if count & 1 == 0:
-        take_odd(memory, thread, sums, top, total)
-        wgmma_wait_group(0, sums, 128)
         if thread.number == 0:
             mbarrier_arrive(memory.barriers, ODD_LEFT_FREE)
     return parity
@@ -922,31 +989,24 @@ def compute_odd(
 ):  # fmt: skip
     """Warpgroup 1's share of `count` tiles of keys; returns the next tile's parity."""
     pairs = count >> 1
+    bar_arrive(WRITTEN, CONSUMERS)
     key0 = np.int32(key0 + KEYS)
-    seen = ALL_SEEN, ALL_SEEN, ALL_SEEN, ALL_SEEN
-    if pairs > 0:
-        score_odd(memory, scores, parity, True, queries_parity)
+    for pair in range(pairs):
+        if pair > 0:
+            bar_sync(TURN, CONSUMERS)  # keeps this group half a softmax behind
+        score_odd(memory, scores, parity, pair == 0, queries_parity)
         seen = look(visibility, request, key0)
         wgmma_wait_group(0, scores, 32)
         parity = np.int32(parity ^ 1)
-        for _ in range(pairs - 1):
-            weigh_odd(
-                memory, thread, request, seen, scores, weights, sums, top, total, fresh,
-                key0, scale, margin,
-            )  # fmt: skip
-            bar_sync(TURN, CONSUMERS)  # keeps this group half a softmax behind
-            key0 = np.int32(key0 + 2 * KEYS)
-            score_odd(memory, scores, parity, False, queries_parity)
-            seen = look(visibility, request, key0)
-            wgmma_wait_group(0, scores, 32)
-            parity = np.int32(parity ^ 1)
-    if thread.number == 0:
-        mbarrier_arrive(memory.barriers, QUERIES_FREE)
-    if pairs > 0:
+        if thread.number == 0 and pair == pairs - 1:
+            mbarrier_arrive(memory.barriers, QUERIES_FREE)
         weigh_odd(
             memory, thread, request, seen, scores, weights, sums, top, total, fresh,
             key0, scale, margin,
         )  # fmt: skip
+        key0 = np.int32(key0 + 2 * KEYS)
+    if thread.number == 0 and pairs == 0:
+        mbarrier_arrive(memory.barriers, QUERIES_FREE)
     if count & 1 != 0:
         bar_sync(EVEN_READY, CONSUMERS)  # weights of the last even tile are there
         take_even(memory, thread, sums, top, total)
@@ -966,10 +1026,10 @@ def combine_totals(memory, thread, request, top, total, group):
         total[0] += cuda.shfl_xor_sync(FULL_WARP, total[0], distance)
         total[1] += cuda.shfl_xor_sync(FULL_WARP, total[1], distance)
     at = TOTALS + thread.row
+    for r in range(2):
+        if memory.floats[SEEING + thread.row + 8 * r] == ZERO:
+            top[r], total[r] = ZERO, ZERO  # top: inf perhaps, as its queries
     if thread.t == 0:
-        for r in range(2):
-            if memory.floats[SEEING + thread.row + 8 * r] == ZERO:
-                top[r], total[r] = ZERO, ZERO  # top: inf perhaps, as its queries
         memory.floats[at + group * ROWS] = total[0]
         memory.floats[at + group * ROWS + 8] = total[1]
     bar_sync(BOTH, CONSUMERS)  # the totals of both warpgroups are there
@@ -1000,8 +1060,8 @@ def write_rows(floats, stage, lane, sums, first, out, at, rows, factor):
         here = stage + 32 * g + (((2 * j + (t >> 1)) ^ g) << 2) + 2 * (t & 1)
         x, y = sums[first + 4 * j] * factor, sums[first + 4 * j + 1] * factor
         # 0 means a row that saw nothing, whatever its sums are.
-        floats[here] = x if factor != ZERO else ZERO
-        floats[here + 1] = y if factor != ZERO else ZERO
+        x, y = (x, y) if factor != ZERO else (ZERO, ZERO)
+        st_shared_v2_f32(floats, here, x, y)
     cuda.syncwarp()  # 8 rows are there
     for n in range(2):
         row, c = 4 * n + (lane >> 3), lane & 7
@@ -1012,15 +1072,20 @@ def write_rows(floats, stage, lane, sums, first, out, at, rows, factor):
 
 
 @device
-def write_quarter(floats, number, sums, first, out, at, rows, factor0, factor1):
-    """Write a warp's 16 rows of 64 columns."""
+def write_half(floats, number, sums, first, out, at, rows, factor0, factor1):
+    """Write a warp's 16 rows of 32 columns."""
     lane = np.int32(number & 31)
     stage = np.int32(EVEN_WEIGHTS // 2 + 256 * (number >> 5))
     below, rest = at + 8 * D_LATENT, rows - 8
     write_rows(floats, stage, lane, sums, first, out, at, rows, factor0)
     write_rows(floats, stage, lane, sums, first + 2, out, below, rest, factor1)
-    write_rows(floats, stage, lane, sums, first + 16, out, at + 32, rows, factor0)
-    write_rows(floats, stage, lane, sums, first + 18, out, below + 32, rest, factor1)
+
+
+@device
+def write_quarter(floats, number, sums, first, out, at, rows, factor0, factor1):
+    """Write a warp's 16 rows of 64 columns."""
+    write_half(floats, number, sums, first, out, at, rows, factor0, factor1)
+    write_half(floats, number, sums, first + 16, out, at + 32, rows, factor0, factor1)
 
 
 @device
@@ -1067,19 +1132,18 @@ def warp_output(lse, b, row, number):
 
 @device
 def post_quarter(sums, first, posted, at):
-    """Write the sums of 64 columns, four at a time, each four in a slice of its own."""
+    """Write the sums of 64 columns, four at a time: chunks 256 apart."""
     for j in range(8):
         n = first + 4 * j
         x, y, z, w = sums[n], sums[n + 1], sums[n + 2], sums[n + 3]
-        store4(posted, at + SLICE * (n // 4), x, y, z, w)
+        store4(posted, at + CONSUMERS * n, x, y, z, w)
 
 
 @device
 def post(sums, top, total, posted, tops, totals, place, number, row, t, ints, keeps):
-    """Write a part of a row tile for the others, in the order of the registers.
+    """Write a part of a row tile for the others; place : number of the part.
 
-    place : number of the part; keeps : whether the block leaves out the quarters that
-    it will sum itself
+    keeps : whether the block leaves out the quarters that it will sum itself
     """
     at = np.int64(place) * POSTED + 4 * number
     if not (keeps and is_merger(ints, 0)):
@@ -1096,16 +1160,9 @@ def post(sums, top, total, posted, tops, totals, place, number, row, t, ints, ke
         tops[at + 8], totals[at + 8] = top[1], total[1]
 
 
-@device
-def is_merger(ints, quarter):
-    """Whether the block sums a quarter of its last row tile, which up to four share."""
-    mine = np.int32(cuda.blockIdx.x) - ints[MERGES + 1]
-    return quarter * ints[MERGES] >> 2 == mine
-
-
 # ------------------------------------------------------------------------------- merge
 # The blocks that have parts of a row tile bring them together: each posts its part,
-# counts itself, waits for the others, and sums a share of the tile's slices.
+# counts itself, waits for the others, and sums a share of the tile's chunks.
 
 
 @device
@@ -1115,144 +1172,125 @@ def place_of(part, first):
 
 
 @device
-def weigh_parts(memory, number, first, parts, tops, totals):
-    """Every part's factor in every row, and the rows' tops and totals, for all to read.
+def fetch_parts(memory, number, first, parts, begin, chunks, posted, tops, totals):
+    """Copy chunks of every part, and all rows' references and totals, for all to read.
 
-    Four threads share a row, and each asks for eight parts at a time.
+    All copies are under way at the same time.
     """
-    row, quarter = number & 63, number >> 6
-    top = NO_TOP
-    for part0 in range(quarter, parts, 32):
-        for n in range(8):
-            at = place_of(min(part0 + 4 * n, parts - 1), first) * ROWS + row
-            top = cuda.libdevice.fmaxf(top, tops[at])
-    memory.floats[QUARTERS + number] = top
-    bar_sync(BOTH, CONSUMERS)  # four tops of every row are there
-    for n in range(4):
-        top = cuda.libdevice.fmaxf(top, memory.floats[QUARTERS + 64 * n + row])
-    total = ZERO
-    for part0 in range(quarter, parts, 32):
-        for n in range(8):
-            at = place_of(min(part0 + 4 * n, parts - 1), first) * ROWS + row
-            factor = ex2_approx(tops[at] - top)
-            more = totals[at]
-            if part0 + 4 * n < parts:
-                memory.floats[FACTORS + 64 * (part0 + 4 * n) + row] = factor
-                total += factor * more
-    memory.floats[PART_TOTALS + number] = total
-    if quarter == 0:
-        memory.floats[PART_TOPS + row] = top
-    bar_sync(BOTH, CONSUMERS)  # factors, tops, and four totals of every row, are there
+    for n in range(number, (ROWS // 4) * parts, CONSUMERS):
+        at = place_of(n >> 4, first) * ROWS + 4 * (n & 15)
+        cp_async_16(memory.floats, PART_TOPS + 4 * n, tops, at)
+        cp_async_16(memory.floats, PART_TOTALS + 4 * n, totals, at)
+    step = divide(CONSUMERS, chunks)
+    rest = np.int32(CONSUMERS - step * chunks)
+    part = divide(number, chunks)
+    chunk = np.int32(number - part * chunks)
+    while part < parts:
+        at = np.int64(place_of(part, first)) * POSTED + 4 * (begin + chunk)
+        cp_async_16(memory.floats, FETCHED + 4 * (part * chunks + chunk), posted, at)
+        part, chunk = np.int32(part + step), np.int32(chunk + rest)
+        if chunk >= chunks:
+            part, chunk = np.int32(part + 1), np.int32(chunk - chunks)
+    cp_async_commit_group()
+    cp_async_wait_group(0)
+    bar_sync(BOTH, CONSUMERS)  # the copies of all threads are there
 
 
 @device
-def total_of(floats, row):
+def weigh_parts(floats, number, parts):
+    """Write every part's factor in every row over its reference, for all to read.
+
+    Four threads share a row, each with every fourth part; they leave its reference and
+    its total over their own parts.
+    """
+    row, quarter = number & 63, np.int32(number >> 6)
+    top, part = NO_TOP, quarter
+    while part < parts:
+        top = cuda.libdevice.fmaxf(top, floats[PART_TOPS + ROWS * part + row])
+        part = np.int32(part + 4)
+    floats[QUARTER_TOPS + number] = top
+    bar_sync(BOTH, CONSUMERS)  # four tops of every row are there
+    top = row_top(floats, row)
+    total, part = ZERO, quarter
+    while part < parts:
+        at = ROWS * part + row
+        factor = ex2_approx(floats[PART_TOPS + at] - top)
+        floats[PART_TOPS + at] = factor
+        total += factor * floats[PART_TOTALS + at]
+        part = np.int32(part + 4)
+    floats[QUARTER_TOTALS + number] = total
+    bar_sync(BOTH, CONSUMERS)  # factors, and four totals of every row, are there
+
+
+@device
+def row_top(floats, row):
+    """A row's reference over all parts."""
+    fmax, at = cuda.libdevice.fmaxf, QUARTER_TOPS + row
+    upper, lower = fmax(floats[at], floats[at + 64]), floats[at + 128]
+    return fmax(upper, fmax(lower, floats[at + 192]))
+
+
+@device
+def row_total(floats, row):
     """A row's total over all parts."""
-    at = PART_TOTALS + row
+    at = QUARTER_TOTALS + row
     return (floats[at] + floats[at + 64]) + (floats[at + 128] + floats[at + 192])
 
 
 @device
-def add_part(floats, part, row, posted, first, a_slice, number, parts, acc):
-    """acc [4] += a part's four sums of this thread in a slice."""
-    here = min(part, parts - 1)
-    at = np.int64(place_of(here, first)) * POSTED + SLICE * a_slice + 4 * number
-    w, x, y, z = load4(posted, at)
-    factor0 = floats[FACTORS + 64 * here + row] if part < parts else ZERO
-    factor1 = floats[FACTORS + 64 * here + row + 8] if part < parts else ZERO
-    acc[0] += factor0 * w
-    acc[1] += factor0 * x
-    acc[2] += factor1 * y
-    acc[3] += factor1 * z
+def merge_chunks(floats, number, parts, begin, chunks, out, lse, b, row_tile):
+    """Sum the parts' chunks and write them, and the lse with a row's first columns.
 
-
-@device
-def merge_slices(
-    memory, thread, number, posted, first, parts, begin, end, acc, out, at, rows
-):
-    """Sum the parts' slices begin … end - 1 and write them; 16 loads at a time."""
-    floats = memory.floats
-    factor0 = inverse(total_of(floats, thread.row))
-    factor1 = inverse(total_of(floats, thread.row + 8))
-    for a_slice in range(begin, end):
-        for n in range(4):
-            acc[n] = ZERO
-        for part0 in range(0, parts, 16):
-            for n in range(16):
-                add_part(
-                    floats, part0 + n, thread.row, posted, first, a_slice, number,
-                    parts, acc,
-                )  # fmt: skip
-        here = at + 8 * a_slice
-        if rows > 0:
-            write_pair(acc[0], acc[1], out, here, factor0)
-        if rows > 8:
-            write_pair(acc[2], acc[3], out, here + 8 * D_LATENT, factor1)
-
-
-@device
-def merge_quarter(
-    memory, thread, number, posted, first, parts, mine, sums, quarter, out, out_at, rows
-):
-    """Add the other parts to this block's own sums of 64 columns, and write them."""
-    floats = memory.floats
-    own = FACTORS + 64 * mine + thread.row
-    scale_quarter(sums, 32 * quarter, floats[own], floats[own + 8])
-    for half in range(2):
-        for other in range(3):
-            part = mine + 1 + other
-            if part >= parts:
-                part -= parts
-            factor0, factor1 = ZERO, ZERO
-            if other + 1 < parts:
-                factor0 = floats[FACTORS + 64 * part + thread.row]
-                factor1 = floats[FACTORS + 64 * part + thread.row + 8]
-            else:
-                part = mine
-            at = np.int64(place_of(part, first)) * POSTED + 4 * number
-            for j in range(4):
-                n = 32 * quarter + 16 * half + 4 * j
-                x, y, z, w = ZERO, ZERO, ZERO, ZERO
-                if other + 1 < parts:
-                    x, y, z, w = load4(posted, at + SLICE * (n // 4))
-                sums[n] += factor0 * x
-                sums[n + 1] += factor0 * y
-                sums[n + 2] += factor1 * z
-                sums[n + 3] += factor1 * w
-    factor0 = inverse(total_of(floats, thread.row))
-    factor1 = inverse(total_of(floats, thread.row + 8))
-    out_at += 64 * quarter
-    write_quarter(
-        floats, number, sums, 32 * quarter, out, out_at, rows, factor0, factor1
-    )
-
-
-@device
-def await_parts(memory, number, at, posted, tops, totals, counters):
-    """Wait until a row tile's parts are posted, and weigh them.
-
-    at : where `write_merges` wrote the row tile down. Returns how many parts, the block
-    of the first, which of them this block's is, request and row tile.
+    A lane has a chunk; where there are few, as of many parts, four lanes share it, each
+    with every fourth part.
     """
-    parts, first = np.int32(memory.ints[at]), np.int32(memory.ints[at + 1])
-    if number == 0:
-        wait_for_at_least(counters, 2 * first, parts)
-    bar_sync(BOTH, CONSUMERS)  # all parts are posted
-    weigh_parts(memory, number, first, parts, tops, totals)
-    mine = np.int32(np.int32(cuda.blockIdx.x) - first)
-    return parts, first, mine, memory.ints[at + 2], memory.ints[at + 3]
+    lane = np.int32(number & 31)
+    bits = np.int32(3 if chunks <= CONSUMERS // 4 else 5)  # of a warp's chunks
+    quarter, step = np.int32(lane >> bits), np.int32(WARP >> bits)
+    for first in range((number >> 5) << bits, chunks, (CONSUMERS // WARP) << bits):
+        n = np.int32(first + (lane & ((1 << bits) - 1)))
+        here = np.int32(min(n, chunks - 1))
+        chunk = np.int32(begin + here)
+        thread = thread_of(chunk & GROUP - 1)
+        w, x, y, z = ZERO, ZERO, ZERO, ZERO
+        part = quarter
+        while part < parts:
+            s0, s1, s2, s3 = load4(floats, FETCHED + 4 * (part * chunks + here))
+            at = PART_TOPS + ROWS * part + thread.row
+            factor0, factor1 = floats[at], floats[at + 8]
+            w += factor0 * s0
+            x += factor0 * s1
+            y += factor1 * s2
+            z += factor1 * s3
+            part = np.int32(part + step)
+        if step > 1:
+            w, x = sum_over_quarters(w), sum_over_quarters(x)
+            y, z = sum_over_quarters(y), sum_over_quarters(z)
+        row = np.int32(row_tile * ROWS + thread.row)
+        column = 8 * (chunk >> 8) + 256 * (chunk >> 7 & 1) + 2 * thread.t
+        at = output_at(lse, b, row, column)
+        if quarter == 0 and n < chunks and row < lse.shape[1]:
+            total = row_total(floats, thread.row)
+            write_pair(w, x, out, at, inverse(total))
+            if column == 0:
+                lse[b, row] = log_sum(row_top(floats, thread.row), total)
+        if quarter == 0 and n < chunks and row + 8 < lse.shape[1]:
+            total = row_total(floats, thread.row + 8)
+            write_pair(y, z, out, at + 8 * D_LATENT, inverse(total))
+            if column == 0:
+                lse[b, row + 8] = log_sum(row_top(floats, thread.row + 8), total)
 
 
 @device
-def leave_parts(memory, thread, number, counters, parts, first, mine, lse, b, row):
-    """Write a merged row tile's lse, by the first block, and count out."""
-    if mine == 0 and number < GROUP and thread.t == 0:
-        for r in range(2):
-            if row + 8 * r < lse.shape[1]:
-                at = thread.row + 8 * r
-                top, total = memory.floats[PART_TOPS + at], total_of(memory.floats, at)
-                lse[b, row + 8 * r] = log_sum(top, total)
-    bar_sync(BOTH, CONSUMERS)  # factors, tops and totals have been read
+def sum_over_quarters(x):
+    """The sum of what the four lanes of a chunk have."""
+    x += cuda.shfl_xor_sync(FULL_WARP, x, 8)
+    return x + cuda.shfl_xor_sync(FULL_WARP, x, 16)
+
+
+@device
+def count_out(counters, number, parts, first):
+    """Count that this block has waited."""
     if number == 0 and cuda.atomic.add(counters, 2 * first + 1, 1) == parts - 1:
         # The last: nobody looks at the counters any more. Ready for the next launch.
         counters[2 * first] = 0
@@ -1260,41 +1298,25 @@ def leave_parts(memory, thread, number, counters, parts, first, mine, lse, b, ro
 
 
 @device
-def merge_kept(memory, thread, number, posted, tops, totals, counters, sums, out, lse):
-    """Merge the row tile whose part is still in the sums."""
-    parts, first, mine, b, row_tile = await_parts(
-        memory, number, MERGES, posted, tops, totals, counters
-    )
-    row = np.int32(row_tile * ROWS + thread.row)
-    at, rows = warp_output(lse, b, row, number)
-    args = (memory, thread, number, posted, first, parts, mine, sums)
-    if is_merger(memory.ints, 0):
-        merge_quarter(*args, 0, out, at, rows)
-    if is_merger(memory.ints, 1):
-        merge_quarter(*args, 1, out, at, rows)
-    if is_merger(memory.ints, 2):
-        merge_quarter(*args, 2, out, at, rows)
-    if is_merger(memory.ints, 3):
-        merge_quarter(*args, 3, out, at, rows)
-    leave_parts(memory, thread, number, counters, parts, first, mine, lse, b, row)
+def merge(memory, number, at, posted, tops, totals, counters, out, lse):
+    """Merge a share of a row tile whose parts were posted.
 
-
-@device
-def merge_posted(
-    memory, thread, number, at, posted, tops, totals, counters, acc, out, lse
-):
-    """Merge a share of a row tile all of whose parts were posted."""
-    parts, first, mine, b, row_tile = await_parts(
-        memory, number, at, posted, tops, totals, counters
-    )
-    row = np.int32(row_tile * ROWS + thread.row)
-    column = np.int32((number >> 7) * 256 + thread.t * 2)
-    begin, end = divide(SLICES * mine, parts), divide(SLICES * (mine + 1), parts)
-    out_at, rows = output_at(lse, b, row, column), lse.shape[1] - row
-    merge_slices(
-        memory, thread, number, posted, first, parts, begin, end, acc, out, out_at, rows
-    )
-    leave_parts(memory, thread, number, counters, parts, first, mine, lse, b, row)
+    at : where `write_merges` wrote the row tile down
+    """
+    floats = memory.floats
+    parts, first = np.int32(memory.ints[at]), np.int32(memory.ints[at + 1])
+    b, row_tile = np.int32(memory.ints[at + 2]), np.int32(memory.ints[at + 3])
+    mine = np.int32(np.int32(cuda.blockIdx.x) - first)
+    begin = divide(CHUNKS * mine, parts)
+    chunks = np.int32(divide(CHUNKS * (mine + 1), parts) - begin)
+    if number == 0:
+        wait_for_at_least(counters, 2 * first, parts)
+    bar_sync(BOTH, CONSUMERS)  # all parts are posted
+    fetch_parts(memory, number, first, parts, begin, chunks, posted, tops, totals)
+    weigh_parts(floats, number, parts)
+    merge_chunks(floats, number, parts, begin, chunks, out, lse, b, row_tile)
+    bar_sync(BOTH, CONSUMERS)  # what was fetched has been read
+    count_out(counters, number, parts, first)
 
 
 @device
@@ -1302,12 +1324,15 @@ def write_merges(ints, prefix_lens, room, n_rows, row_tiles, lane):
     """Write down which row tiles the block has a part of, but not all; by a warp.
 
     At most two: first the one where its part of the rest ends, then where it begins.
+    The last part stays in registers if few blocks share the row tile, and all of them
+    end in it: then each can sum the columns of which it keeps its own sums.
     """
     workers, rest, length = ints[WORKERS], ints[REST], ints[PART_LENGTH]
     begin = ints[REST_AT] + cut(rest, workers, np.int32(cuda.blockIdx.x))
     tile_begin = np.int32(begin + length)
     for n in range(2):
         parts, first, b, row_tile = np.int32(0), np.int32(0), np.int32(0), np.int32(0)
+        keeps = False
         unit = np.int32(begin + length - 1 if n == 0 else begin)
         if unit < tile_begin:
             b, row_tile, tile = locate(unit, prefix_lens, room, n_rows, row_tiles, lane)
@@ -1317,39 +1342,139 @@ def write_merges(ints, prefix_lens, room, n_rows, row_tiles, lane):
                 place = tile_begin - ints[REST_AT]
                 first = owner(rest, workers, place)
                 parts = np.int32(owner(rest, workers, place + tiles - 1) - first + 1)
+                end = cut(rest, workers, np.int32(first + parts))
+                keeps = parts <= KEEPERS and end == place + tiles
         if lane == 0:
+            if n == 0:
+                ints[KEEPS] = 1 if keeps else 0
             at = MERGES + 4 * n
             ints[at], ints[at + 1] = parts, first
             ints[at + 2], ints[at + 3] = b, row_tile
 
 
 @device
-def merge_parts(
-    memory, thread, number, posted, tops, totals, counters, sums, acc, out, lse
-):
-    """Bring together the row tiles that `write_merges` found.
+def is_merger(ints, quarter):
+    """Whether the block sums a quarter of the row tile whose last part it keeps."""
+    mine = np.int32(cuda.blockIdx.x) - ints[MERGES + 1]
+    return quarter * ints[MERGES] >> 2 == mine
 
-    The part of the first one is still in the sums, where few share it.
+
+@device
+def other_part(n, mine, parts, first, row, tops, totals):
+    """Place, tops and totals of the n-th part after the block's own, modulo `parts`.
+
+    If there are not so many, it is the last one, and counts for nothing.
     """
-    mbarrier_wait(memory.barriers, MERGES_KNOWN, 0)
+    part = np.int32(mine + min(n, parts - 1))
+    place = place_of(np.int32(part - parts) if part >= parts else part, first)
+    at = np.int32(place * ROWS + row)
+    top0, top1, total0, total1 = tops[at], tops[at + 8], totals[at], totals[at + 8]
+    if n >= parts:
+        top0, top1, total0, total1 = MINUS_INF, MINUS_INF, ZERO, ZERO
+    return place, top0, top1, total0, total1
+
+
+@device
+def add_half(sums, n, own0, own1, posted, x_at, x0, x1, y_at, y0, y1, z_at, z0, z1):
+    """Scale the block's own sums of 32 columns, and add those of three other parts."""
+    for j in range(4):
+        i = n + 4 * j
+        at = CONSUMERS * i
+        a0, a1, a2, a3 = load4(posted, x_at + at)
+        b0, b1, b2, b3 = load4(posted, y_at + at)
+        c0, c1, c2, c3 = load4(posted, z_at + at)
+        sums[i] = own0 * sums[i] + x0 * a0 + y0 * b0 + z0 * c0
+        sums[i + 1] = own0 * sums[i + 1] + x0 * a1 + y0 * b1 + z0 * c1
+        sums[i + 2] = own1 * sums[i + 2] + x1 * a2 + y1 * b2 + z1 * c2
+        sums[i + 3] = own1 * sums[i + 3] + x1 * a3 + y1 * b3 + z1 * c3
+
+
+@device
+def merge_quarter(memory, number, sums, first, factors, out, at, rows, i0, i1):
+    """Add the other parts' sums of 64 columns, from sums[first] on, and write them."""
+    add_half(sums, first, *factors)
+    at += 2 * first
+    write_half(memory.floats, number, sums, first, out, at, rows, i0, i1)
+    add_half(sums, first + 16, *factors)
+    write_half(memory.floats, number, sums, first + 16, out, at + 32, rows, i0, i1)
+
+
+@device
+def merge_kept(
+    memory, thread, number, posted, tops, totals, counters, sums, top, total, out, lse
+):
+    """Merge the row tile whose part is still in the sums, with up to three others.
+
+    Nothing is shared: a thread reads what belongs to its two rows.
+    """
+    ints = memory.ints
+    parts, first = np.int32(ints[MERGES]), np.int32(ints[MERGES + 1])
+    b, row_tile = np.int32(ints[MERGES + 2]), np.int32(ints[MERGES + 3])
+    mine = np.int32(np.int32(cuda.blockIdx.x) - first)
     if number == 0:
-        cuda.threadfence()  # what the block posted comes before its counts
+        wait_for_at_least(counters, 2 * first, parts)
+    bar_sync(BOTH, CONSUMERS)  # all parts are posted
+    where = mine, parts, first, thread.row, tops, totals
+    x_place, x_top0, x_top1, x_total0, x_total1 = other_part(1, *where)
+    y_place, y_top0, y_top1, y_total0, y_total1 = other_part(2, *where)
+    z_place, z_top0, z_top1, z_total0, z_total1 = other_part(3, *where)
+    fmax = cuda.libdevice.fmaxf
+    top0 = fmax(fmax(top[0], x_top0), fmax(y_top0, z_top0))
+    top1 = fmax(fmax(top[1], x_top1), fmax(y_top1, z_top1))
+    own0, own1 = ex2_approx(top[0] - top0), ex2_approx(top[1] - top1)
+    x0, x1 = ex2_approx(x_top0 - top0), ex2_approx(x_top1 - top1)
+    y0, y1 = ex2_approx(y_top0 - top0), ex2_approx(y_top1 - top1)
+    z0, z1 = ex2_approx(z_top0 - top0), ex2_approx(z_top1 - top1)
+    total0 = own0 * total[0] + x0 * x_total0 + y0 * y_total0 + z0 * z_total0
+    total1 = own1 * total[1] + x1 * x_total1 + y1 * y_total1 + z1 * z_total1
+    row = np.int32(row_tile * ROWS + thread.row)
+    at, rows = warp_output(lse, b, row, number)
+    x_at = np.int64(x_place) * POSTED + 4 * number
+    y_at = np.int64(y_place) * POSTED + 4 * number
+    z_at = np.int64(z_place) * POSTED + 4 * number
+    factors = own0, own1, posted, x_at, x0, x1, y_at, y0, y1, z_at, z0, z1
+    args = factors, out, at, rows, inverse(total0), inverse(total1)
+    if is_merger(ints, 0):
+        merge_quarter(memory, number, sums, 0, *args)
+    if is_merger(ints, 1):
+        merge_quarter(memory, number, sums, 32, *args)
+    if is_merger(ints, 2):
+        merge_quarter(memory, number, sums, 64, *args)
+    if is_merger(ints, 3):
+        merge_quarter(memory, number, sums, 96, *args)
+    if mine == 0 and number < GROUP and thread.t == 0:
+        if row < lse.shape[1]:
+            lse[b, row] = log_sum(top0, total0)
+        if row + 8 < lse.shape[1]:
+            lse[b, row + 8] = log_sum(top1, total1)
+    count_out(counters, number, parts, first)
+
+
+@device
+def merge_parts(
+    memory, thread, number, posted, tops, totals, counters, sums, top, total, out, lse
+):
+    """Bring together the row tiles that `write_merges` found."""
+    mbarrier_wait(memory.barriers, MERGES_KNOWN, 0)
+    bar_sync(BOTH, CONSUMERS)  # all threads have posted
+    if number == 0:
+        fence_acq_rel_gpu()  # what the block posted comes before its counts
         for n in range(2):  # count for both before waiting for either
             if memory.ints[MERGES + 4 * n] > 0:
                 cuda.atomic.add(counters, 2 * memory.ints[MERGES + 4 * n + 1], 1)
-    begin = 0
-    if 0 < memory.ints[MERGES] <= KEEPERS:
+    n = np.int32(0)
+    if memory.ints[KEEPS] != 0:
         merge_kept(
-            memory, thread, number, posted, tops, totals, counters, sums, out, lse
-        )
-        begin = 1
-    for n in range(begin, 2):
-        at = MERGES + 4 * n
+            memory, thread, number, posted, tops, totals, counters, sums, top, total,
+            out, lse,
+        )  # fmt: skip
+        n = np.int32(1)
+        bar_sync(BOTH, CONSUMERS)  # what was staged has been read
+    while n < 2:  # not unrolled
+        at = np.int32(MERGES + 4 * n)
         if memory.ints[at] > 0:
-            merge_posted(
-                memory, thread, number, at, posted, tops, totals, counters, acc, out,
-                lse,
-            )  # fmt: skip
+            merge(memory, number, at, posted, tops, totals, counters, out, lse)
+        n = np.int32(n + 1)
 
 
 # ------------------------------------------------------------------------------- kernel
@@ -1405,42 +1530,41 @@ def wgmma_kernel(
     group = np.int32(number >> 7)
     n_rows = np.int32(visibility.shape[1])
     row_tiles = np.int32((lse.shape[1] + ROWS - 1) // ROWS)
-    if number == 0:
-        for n in range(EVEN_ARRIVED, QUERIES_FREE):
-            mbarrier_init(memory.barriers, n, 1)
-        mbarrier_init(memory.barriers, QUERIES_FREE, 2)
-        mbarrier_init(memory.barriers, MERGES_KNOWN, 1)
-        fence_mbarrier_init()
-    if number >= CONSUMERS and number < CONSUMERS + WARP:
-        worker, blocks = np.int32(cuda.blockIdx.x), np.int32(cuda.gridDim.x)
-        write_plan(
-            memory.ints, prefix_lens, room, n_rows, row_tiles, n_splits, worker, blocks,
-            np.int32(number & 31),
-        )  # fmt: skip
-    cuda.syncthreads()  # the mbarriers are ready, and the plan
+    worker, blocks = np.int32(cuda.blockIdx.x), np.int32(cuda.gridDim.x)
+    lane = np.int32(number & 31)
     step = np.int32(0)
-    b, row_tile, tile, left = begin_step(
-        memory.ints, prefix_lens, room, n_rows, row_tiles, step
-    )
     queries_parity = np.int32(0)
     parity = np.int32(0)  # of the next even tile, or odd tile
 
     if group == 2:
         setmaxnreg_dec(LOADER_REGISTERS)
-        lane = np.int32(number & 31)
-        if number >> 5 == CONSUMERS // WARP + 1 and memory.ints[PART_LENGTH] > 0:
+        warp = np.int32((number - CONSUMERS) >> 5)
+        if warp == 0:
+            fence_proxy_tensormap(query_map, 0)
+            fence_proxy_tensormap(cache_map, 0)
+        if warp == 1:
+            write_plan(
+                memory.ints, prefix_lens, room, n_rows, row_tiles, n_splits, worker,
+                blocks, lane,
+            )  # fmt: skip
+        bar_sync(PLANNED, THREADS)  # the mbarriers are ready, and the plan
+        if warp == 1 and memory.ints[PART_LENGTH] > 0:
             write_merges(memory.ints, prefix_lens, room, n_rows, row_tiles, lane)
             if lane == 0:
                 mbarrier_arrive(memory.barriers, MERGES_KNOWN)
         if number == CONSUMERS:
             odd_parity = np.int32(0)
-            fence_proxy_tensormap(query_map, 0)
-            fence_proxy_tensormap(cache_map, 0)
+            b, row_tile, tile, left = begin_step(
+                memory.ints, prefix_lens, room, n_rows, row_tiles, step
+            )
             while left > 0:
                 row, key = np.int32(row_tile * ROWS), np.int32(tile * KEYS)
                 tiles = key_tiles(prefix_lens, b, room, n_rows)
                 count = np.int32(min(np.int32(tiles - tile), left))
-                ahead = count
+                prefix_len, _ = extent(prefix_lens, b, room, n_rows)
+                ahead = seen_from(
+                    tile, count, prefix_len, room, n_rows, row_tile, heads
+                )
                 mbarrier_wait(memory.barriers, QUERIES_FREE, queries_parity ^ 1)
                 queries_parity = np.int32(queries_parity ^ 1)
                 first = True
@@ -1471,6 +1595,10 @@ def wgmma_kernel(
         return
 
     setmaxnreg_inc(CONSUMER_REGISTERS)
+    barrier = EVEN_ARRIVED + number
+    if barrier < BARRIERS_END:
+        mbarrier_init(memory.barriers, barrier, 2 if barrier == QUERIES_FREE else 1)
+        fence_mbarrier_init()
     scores = cuda.local.array(32, np.float32)
     weights = cuda.local.array(16, np.uint32)
     sums = cuda.local.array(128, np.float32)
@@ -1480,17 +1608,18 @@ def wgmma_kernel(
     for n in range(32):
         scores[n] = ZERO
     thread = thread_of(number & GROUP - 1)
+    bar_sync(PLANNED, THREADS)  # the mbarriers are ready, and the plan
+    b, row_tile, tile, left = begin_step(
+        memory.ints, prefix_lens, room, n_rows, row_tiles, step
+    )
+    prefix_len, n_keys = extent(prefix_lens, b, room, n_rows)
     while left > 0:
-        prefix_len, n_keys = extent(prefix_lens, b, room, n_rows)
-        tiles = key_tiles(prefix_lens, b, room, n_rows)
+        tiles = np.int32((n_keys + (KEYS - 1)) >> 6)
         count = np.int32(min(np.int32(tiles - tile), left))
+        seen = seen_from(tile, count, prefix_len, room, n_rows, row_tile, heads)
         row = np.int32(row_tile * ROWS + thread.row)
         node0 = np.int32(min(divide(row, heads), n_rows - 1))
         node1 = np.int32(min(divide(row + 8, heads), n_rows - 1))
-        if group == 0 and thread.t == 0:
-            at = SEEING + thread.row
-            memory.floats[at] = ZERO if is_padding(visibility, b, node0) else ONE
-            memory.floats[at + 8] = ZERO if is_padding(visibility, b, node1) else ONE
         request = Request(b, node0, node1, prefix_len, n_keys)
         clear_quarter(sums, 0)
         clear_quarter(sums, 32)
@@ -1500,40 +1629,43 @@ def wgmma_kernel(
         if group == 0:
             parity = compute_even(
                 memory, thread, request, visibility, scores, weights, sums, top, total,
-                fresh, np.int32(tile * KEYS), count, parity, queries_parity, scale,
+                fresh, np.int32(tile * KEYS), seen, parity, queries_parity, scale,
                 margin,
             )  # fmt: skip
         else:
             parity = compute_odd(
                 memory, thread, request, visibility, scores, weights, sums, top, total,
-                fresh, np.int32(tile * KEYS), count, parity, queries_parity, scale,
+                fresh, np.int32(tile * KEYS), seen, parity, queries_parity, scale,
                 margin,
             )  # fmt: skip
         queries_parity = np.int32(queries_parity ^ 1)
         combine_totals(memory, thread, request, top, total, group)
-        if count == tiles:
-            write(memory.floats, number, sums, top, total, out, lse, b, row, thread.t)
-        else:
-            # A last part that few share stays in registers where this block merges.
-            keeps = False
-            if count == left:
-                mbarrier_wait(memory.barriers, MERGES_KNOWN, 0)
-                keeps = memory.ints[MERGES] <= KEEPERS
-            # What continues a row tile goes into the first of a block's two places.
-            place = np.int32(2 * cuda.blockIdx.x + (1 if tile == 0 else 0))
-            post(
-                sums, top, total, posted, tops, totals, place, number, thread.row,
-                thread.t, memory.ints, keeps,
-            )  # fmt: skip
-        bar_sync(BOTH, CONSUMERS)  # totals have been read
+        this_b, whole, begins = b, count == tiles, tile == 0
+        # Before stores are under way, which loads would wait behind.
         b, row_tile, tile, left, step = advance(
             memory.ints, prefix_lens, room, n_rows, row_tiles, b, row_tile, tile, left,
             count, step,
         )  # fmt: skip
+        prefix_len, n_keys = extent(prefix_lens, b, room, n_rows)
+        if whole:
+            write(
+                memory.floats, number, sums, top, total, out, lse, this_b, row, thread.t
+            )
+        else:
+            # What continues a row tile goes into the first of a block's two places.
+            keeps = False
+            if left == 0:  # its last part
+                mbarrier_wait(memory.barriers, MERGES_KNOWN, 0)
+                keeps = memory.ints[KEEPS] != 0
+            place = np.int32(2 * worker + (1 if begins else 0))
+            post(
+                sums, top, total, posted, tops, totals, place, number, thread.row,
+                thread.t, memory.ints, keeps,
+            )  # fmt: skip
     if memory.ints[PART_LENGTH] > 0:
         merge_parts(
-            memory, thread, number, posted, tops, totals, counters, sums, scores, out,
-            lse,
+            memory, thread, number, posted, tops, totals, counters, sums, top, total,
+            out, lse,
         )  # fmt: skip
 
 
@@ -1601,14 +1733,14 @@ def problem(
     return None
 
 
-def pays(q: Any) -> bool:
+def pays(q: Any, kv_cache: Any) -> bool:
     """Whether this version is the fastest for queries that it can take.
 
-    One row tile in as many parts as there are blocks is mostly merging here: on an H200
-    (1,1,64,32768) takes 53 µs, and 42 µs in the `mma` version.
+    Little work is mostly bringing parts together here: on an H200 (1,1,64,2048) takes
+    22 µs, and 18 µs in the `mma` version.
     """
     batch, n, heads, _ = q.shape
-    return batch * -(-n * heads // ROWS) > 1
+    return batch * -(-n * heads // ROWS) * -(-kv_cache.shape[1] // KEYS) >= PAYS
 
 
 def tensor_map(at: Place, x: Any) -> Any:
@@ -1678,7 +1810,8 @@ def grid_size(tiles: int, key_tiles: int, processors: int, n_splits: int | None)
 
     They wait for one another, so there may be no more than run at the same time.
     """
-    return min(tiles * min(n_splits or key_tiles, key_tiles), processors)
+    most = min(processors, MOST_PARTS)
+    return min(tiles * min(n_splits or key_tiles, key_tiles), most)
 
 
 def run(
