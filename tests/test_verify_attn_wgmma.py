@@ -131,13 +131,33 @@ def test_splits_do_not_change_the_result(kernel_executor, n_splits):
     assert_close(attend(kernel_executor, case, n_splits=n_splits), case)
 
 
-@pytest.mark.parametrize(("n_splits", "blocks"), [(2, 3), (3, 5), (5, 9)])
-def test_a_block_may_have_a_part_of_two_row_tiles(n_splits, blocks, monkeypatch):
-    # Two row tiles of five tiles of keys, over an odd number of blocks: the one in the
-    # middle has a part of both, beside blocks that end with the first.
+def launch_watched(monkeypatch):
+    """Have launches run in any order, and watched; returns the list of their races."""
+    races = []
+
+    def launch(at, *given, dynamic_shared, cooperative):
+        options = {"dynamic_shared": dynamic_shared, "order": "shuffled"}
+        races.extend(emulate(*given, trace=True, **options).races)
+
+    monkeypatch.setattr(backend.Place, "launch", launch)
+    return races
+
+
+@pytest.mark.parametrize(("n_splits", "blocks"), [(3, 5), (4, 8), (5, 9)])
+def test_parts_of_row_tiles_are_merged_whoever_has_them(n_splits, blocks, monkeypatch):
+    # Two row tiles of four or five tiles of keys. Over an odd number of blocks the one
+    # in the middle has a part of both, beside blocks that end with the first.
     monkeypatch.setattr(verify_attn_module, "_multiprocessors", lambda at: blocks)
-    case = bf16_case(2, 2, 33, [300])
+    races = launch_watched(monkeypatch)
+    case = bf16_case(2, 2, 33, [230 if n_splits == 4 else 300])
     assert_close(attend("emulator", case, n_splits=n_splits), case)
+    assert races == []
+
+
+def test_a_row_tile_ends_with_its_last_nodes_own_key(kernel_executor):
+    # A row tile for each node of a chain: the second one's key begins a tile.
+    case = bf16_case(3, 2, 64, [63], shape="chain")
+    assert_close(attend(kernel_executor, case), case)
 
 
 def test_a_padding_row_sees_nothing_not_even_the_prefix(kernel_executor):
@@ -178,13 +198,7 @@ def test_a_nan_query_spoils_its_own_row_and_head_alone(kernel_executor):
 
 def test_lanes_may_run_in_any_order_and_never_race(monkeypatch):
     case = bf16_case(6, 2, 2, [126])  # the second tile has prefix and tail
-    races = []
-
-    def launch(at, *given, dynamic_shared, cooperative):
-        options = {"dynamic_shared": dynamic_shared, "order": "shuffled"}
-        races.extend(emulate(*given, trace=True, **options).races)
-
-    monkeypatch.setattr(backend.Place, "launch", launch)
+    races = launch_watched(monkeypatch)
     found = attend("emulator", case)
     assert races == []
     assert_close(found, case)

@@ -1293,8 +1293,8 @@ def count_out(counters, number, parts, first):
     """Count that this block has waited."""
     if number == 0 and cuda.atomic.add(counters, 2 * first + 1, 1) == parts - 1:
         # The last: nobody looks at the counters any more. Ready for the next launch.
-        counters[2 * first] = 0
-        counters[2 * first + 1] = 0
+        cuda.atomic.exch(counters, 2 * first, 0)
+        cuda.atomic.exch(counters, 2 * first + 1, 0)
 
 
 @device
@@ -1332,7 +1332,7 @@ def write_merges(ints, prefix_lens, room, n_rows, row_tiles, lane):
     tile_begin = np.int32(begin + length)
     for n in range(2):
         parts, first, b, row_tile = np.int32(0), np.int32(0), np.int32(0), np.int32(0)
-        keeps = False
+        keeps = np.int32(0)
         unit = np.int32(begin + length - 1 if n == 0 else begin)
         if unit < tile_begin:
             b, row_tile, tile = locate(unit, prefix_lens, room, n_rows, row_tiles, lane)
@@ -1343,10 +1343,10 @@ def write_merges(ints, prefix_lens, room, n_rows, row_tiles, lane):
                 first = owner(rest, workers, place)
                 parts = np.int32(owner(rest, workers, place + tiles - 1) - first + 1)
                 end = cut(rest, workers, np.int32(first + parts))
-                keeps = parts <= KEEPERS and end == place + tiles
+                keeps = np.int32(parts <= KEEPERS and end == place + tiles)
         if lane == 0:
             if n == 0:
-                ints[KEEPS] = 1 if keeps else 0
+                ints[KEEPS] = keeps
             at = MERGES + 4 * n
             ints[at], ints[at + 1] = parts, first
             ints[at + 2], ints[at + 3] = b, row_tile
@@ -1462,19 +1462,17 @@ def merge_parts(
         for n in range(2):  # count for both before waiting for either
             if memory.ints[MERGES + 4 * n] > 0:
                 cuda.atomic.add(counters, 2 * memory.ints[MERGES + 4 * n + 1], 1)
-    n = np.int32(0)
-    if memory.ints[KEEPS] != 0:
+    keeps = memory.ints[KEEPS]
+    if keeps != 0:
         merge_kept(
             memory, thread, number, posted, tops, totals, counters, sums, top, total,
             out, lse,
         )  # fmt: skip
-        n = np.int32(1)
         bar_sync(BOTH, CONSUMERS)  # what was staged has been read
-    while n < 2:  # not unrolled
+    for n in range(keeps, 2):
         at = np.int32(MERGES + 4 * n)
         if memory.ints[at] > 0:
             merge(memory, number, at, posted, tops, totals, counters, out, lse)
-        n = np.int32(n + 1)
 
 
 # ------------------------------------------------------------------------------- kernel
