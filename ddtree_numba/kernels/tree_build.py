@@ -75,6 +75,9 @@ from ddtree_numba.kernels.wide import (
     FULL_WARP,
     PIECE,
     WARP,
+    clear_bins,
+    find_bin,
+    last_bin,
     load_piece,
     loads_wide,
     redux_max,
@@ -612,41 +615,9 @@ def tree_build_small_kernel(
 
 
 @cuda.jit(device=True)
-def last_bin():
-    """The last of the histogram's bins, of which there are two a lane."""
-    return np.int32(2 * cuda.blockDim.x - 1)
-
-
-@cuda.jit(device=True)
 def bin_of(score, scale):
     """Bin of a score of 0 or less, 0 for the best; never falls as scores fall."""
     return np.int32(min(np.float32(-score) * scale, np.float32(last_bin())))
-
-
-@cuda.jit(device=True)
-def clear_bins(histogram):
-    """Empty the histogram; ends with a block barrier."""
-    histogram[cuda.threadIdx.x] = 0
-    histogram[cuda.threadIdx.x + cuda.blockDim.x] = 0
-    cuda.syncthreads()  # the bins are empty before anything is counted
-
-
-@cuda.jit(device=True)
-def find_bin(counting, budget):
-    """The bin of the `budget`-th best counted, the last one if there are fewer.
-
-    For all threads; begins and ends with a block barrier.
-    """
-    histogram, of_warps, cells = counting
-    cuda.syncthreads()  # everything is counted before the bins are read
-    first = np.uint32(2 * cuda.threadIdx.x)
-    count = histogram[first]
-    mine = count + histogram[first + np.uint32(1)]
-    before, total = scan_block(mine, of_warps)
-    if before < budget <= before + mine:
-        cells[0] = first if budget <= before + count else first + np.uint32(1)
-    cuda.syncthreads()  # the bin is found before it is read
-    return cells[0] if total >= budget else last_bin()
 
 
 @cuda.jit(device=True)
@@ -958,7 +929,7 @@ def tree_build_parallel_kernel(
     offsets = cuda.shared.array(PARALLEL_THREADS, np.int32)
     level_scores = cuda.shared.array(PARALLEL_THREADS, np.float64)
     of_warps = cuda.shared.array(WARP, np.int32)
-    cells = cuda.shared.array(1, np.int32)
+    found = cuda.shared.array(3, np.int32)
     live = cuda.shared.array(1, np.int32)
     b = cuda.blockIdx.x
     table = log_probs[b]
@@ -967,7 +938,7 @@ def tree_build_parallel_kernel(
     tree = token_ids, parents, depths, links, row_log_probs, visibility, n_rows
     budget = start_request(b, n_draft_nodes, ragged, most, *links, visibility)
     pool = nodes[b], labels[b], scores[b]
-    counting, batch = (histogram, of_warps, cells), (offsets, level_scores)
+    counting, batch = (histogram, of_warps, found), (offsets, level_scores)
     odd = look_through(table, wide)  # for all threads alike, as all that is asked below
     if odd & HOLDS_NAN:
         budget = 0

@@ -7,6 +7,7 @@
 `redux_min`        ``redux.sync.min.u32``: the smallest, unsigned
 `warp_sum`         the sum of the warp's 32, for every lane
 `scan_block`       every lane's sum over the lanes before it, and the sum of all
+`find_bin`         where in a block's histogram the n-th counted lies
 =================  ================================================================
 
 A warp that loads 2 bytes a lane asks memory for 64 bytes at a time and needs eight
@@ -163,6 +164,46 @@ def scan_block(x, totals):
     of_all = cuda.shfl_sync(FULL_WARP, sums, WARP - 1)
     of_warps = cuda.shfl_sync(FULL_WARP, sums, max(warp - 1, 0))
     return upto - x + (of_warps if warp > 0 else np.int32(0)), of_all
+
+
+@cuda.jit(device=True)
+def last_bin():
+    """The last bin of a block's histogram, which has two a lane."""
+    return np.int32(2 * cuda.blockDim.x - 1)
+
+
+@cuda.jit(device=True)
+def clear_bins(histogram):
+    """Empty the histogram; ends with a block barrier."""
+    histogram[cuda.threadIdx.x] = 0
+    histogram[cuda.threadIdx.x + cuda.blockDim.x] = 0
+    cuda.syncthreads()  # the bins are empty before anything is counted
+
+
+@cuda.jit(device=True)
+def find_bin(counting, wanted):
+    """The bin of the `wanted`-th counted, from bin 0 on; the last if there are fewer.
+
+    counting : shared arrays of int32: the histogram, of two bins a lane; 32, for
+        `scan_block`; and 3, for the bin, how many are before it, and up to its end
+    For all threads; begins and ends with a block barrier.
+    """
+    histogram, of_warps, found = counting
+    cuda.syncthreads()  # everything is counted before the bins are read
+    bin_ = np.uint32(2 * cuda.threadIdx.x)
+    count = histogram[bin_]
+    both = count + histogram[bin_ + np.uint32(1)]
+    before, total = scan_block(both, of_warps)
+    if before < wanted <= before + both:
+        if wanted > before + count:
+            bin_ = np.uint32(bin_ + np.uint32(1))
+            before += count
+            count = both - count
+        found[0] = bin_
+        found[1] = before
+        found[2] = before + count
+    cuda.syncthreads()  # the bin is found before it is read
+    return found[0] if total >= wanted else last_bin()
 
 
 # ------------------------------------------------------------------ rows of logits
