@@ -211,7 +211,10 @@ def test_a_nan_reaches_only_the_rows_that_see_it(how, prefix_len, element):
 
 @GPU_WAYS
 def test_two_million_elements_within_flashmla_tolerances(how):
-    case = bf16_case(7, 33, 64, [2048, 1000])
+    q, cache, *tree = bf16_case(7, 33, 64, [2048, 1000])
+    # Its tests draw the cache like this; the table is for outputs well below 1.
+    tenth = np.clip(bf16.to_float32(cache) / 10, -1, 1)
+    case = q, bf16.from_float32(tenth), *tree
     found, expected = attend(how, case), dense(*case, d_latent=512)
     assert found[0].size > 2_000_000
     np.testing.assert_allclose(found[0], expected[0], rtol=2.01 / 128, atol=8e-4)
