@@ -19,8 +19,9 @@ def watched(tool: str, group: str) -> tuple[int, str]:
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not on the PATH")
     script = Path(__file__).with_name("under_sanitizer.py")
+    options = ["--num-cuda-barriers", "16384"] if tool == "synccheck" else []
     run = subprocess.run(
-        [sanitizer, "--tool", tool, sys.executable, script, tool, group],
+        [sanitizer, "--tool", tool, *options, sys.executable, script, tool, group],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -65,24 +65,24 @@ def barrier_sync(typingctx, barrier, n_threads):
 
 
 @intrinsic
-def barrier_or(typingctx, flag):
-    """`cuda.syncthreads_or` for threads that come from anywhere."""
+def barrier_or(typingctx, n_threads, flag):
+    """`cuda.syncthreads_or` for a block's threads, which come from anywhere."""
 
     def codegen(context, builder, signature, args):
         text = (
             "{\n.reg .pred mine, any;\nsetp.ne.u32 mine, $1, 0;\n"
-            "barrier.red.or.pred any, 0, mine;\nselp.u32 $0, 1, 0, any;\n}"
+            "barrier.red.or.pred any, 1, $2, mine;\nselp.u32 $0, 1, 0, any;\n}"
         )
-        given = [context.cast(builder, args[0], flag, types.uint32)]
+        given = [
+            context.cast(builder, value, kind, types.uint32)
+            for value, kind in zip(args[::-1], (flag, n_threads), strict=True)
+        ]
         word = ir.IntType(32)
-        return ptx._assembly(builder, word, text, "=r,r", given, memory=True, warp=True)
+        return ptx._assembly(
+            builder, word, text, "=r,r,n", given, memory=True, warp=True
+        )
 
-    return types.uint32(flag), codegen
-
-
-@cuda.jit(device=True)
-def meet_from_anywhere(flag):
-    return barrier_or(flag)
+    return types.uint32(n_threads, flag), codegen
 
 
 def main(tool: str, group: str) -> None:
@@ -98,7 +98,9 @@ def main(tool: str, group: str) -> None:
     from ddtree_numba.kernels import verify_attn_mma, verify_attn_wgmma
 
     if tool == "synccheck":
-        verify_attn_mma.meet = meet_from_anywhere
+        threads = verify_attn_mma.THREADS
+        meet = cuda.jit(device=True)(lambda flag: barrier_or(threads, flag))
+        verify_attn_mma.meet = meet
         verify_attn_wgmma.bar_sync = barrier_sync
     one_round.GROUPS[group]("gpu")
     print(f"one round of {group}: every stage agrees with its reference")
