@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dis
 import math
 from collections.abc import Callable
-from functools import lru_cache
 from sys import _getframe
-from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -41,8 +38,8 @@ class Cuda:
         self.blockDim = hub.block_dim
         self.gridDim = hub.grid_dim
         self.shared = _Shared(hub)
-        self.local = _Local()
-        self.const = _Const()
+        self.local = _Local(hub)
+        self.const = _Const(hub)
         self.atomic = _Atomic(hub)
         self.libdevice = _Libdevice()
         self.fp16 = Fp16()
@@ -256,19 +253,6 @@ def _match_all(given: dict[int, Any]) -> dict[int, tuple[int, bool]]:
 # -- memory ---------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=1024)
-def _call_site(code: CodeType, lasti: int) -> tuple[int, str | None]:
-    """The instruction after a call, and the variable that the result goes to.
-
-    `lasti` is that of the call or of its inline cache, as the interpreter chose.
-    """
-    for instruction in dis.get_instructions(code):
-        if instruction.offset > lasti:
-            named = instruction.opname.startswith("STORE_")
-            return instruction.offset, str(instruction.argval) if named else None
-    return lasti, None
-
-
 def _shape(shape: Any) -> tuple[int, ...]:
     return tuple(shape) if isinstance(shape, tuple | list) else (int(shape),)
 
@@ -285,23 +269,26 @@ class _Shared:
 
     def array(self, shape: Any, dtype: Any, alignment: int | None = None) -> Cells:
         frame = _getframe(1)
-        after, variable = _call_site(frame.f_code, frame.f_lasti)
-        site: tuple[Any, ...] = (id(frame.f_code), after)
+        sites = [self._hub.sites.of(frame)]
         caller = frame
         while id(caller.f_code) in self.inlined and caller.f_back is not None:
             caller = caller.f_back  # inlined: every call has arrays of its own
-            site += _call_site(caller.f_code, caller.f_lasti)
-        name = variable or f"shared@{frame.f_lineno}"
+            sites.append(self._hub.sites.of(caller))
+        name = sites[0].variable or f"shared@{frame.f_lineno}"
         kind = scalars.as_dtype(dtype)
-        return self._hub.memory.array(site, name, _shape(shape), kind, alignment)
+        memory, size = self._hub.memory, _shape(shape)
+        return memory.array(tuple(sites), name, size, kind, alignment)
 
 
 class _Local:
     """`cuda.local`: every call its own array, which no other lane sees."""
 
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+
     def array(self, shape: Any, dtype: Any, alignment: int | None = None) -> Cells:
         frame = _getframe(1)
-        _, variable = _call_site(frame.f_code, frame.f_lasti)
+        variable = self._hub.sites.of(frame).variable
         kind, size = scalars.as_dtype(dtype), _shape(shape)
         nbytes = math.prod(size) * kind.itemsize
         data = poisoned(nbytes).view(kind).reshape(size)
@@ -313,9 +300,12 @@ class _Local:
 class _Const:
     """`cuda.const`: a read-only copy."""
 
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+
     def array_like(self, array: Any) -> Cells:
         frame = _getframe(1)
-        _, variable = _call_site(frame.f_code, frame.f_lasti)
+        variable = self._hub.sites.of(frame).variable
         name = variable or f"const@{frame.f_lineno}"
         data = np.array(array.data if isinstance(array, Cells) else array)
         data.flags.writeable = False

@@ -21,7 +21,7 @@ from .barriers import Mbarrier
 from .clocks import Clock, join
 from .errors import InFlightError, LaunchError
 from .lanes import Hub
-from .spans import Site, Span
+from .spans import Span
 
 if TYPE_CHECKING:
     from .intrinsics import Executing
@@ -193,7 +193,7 @@ class _Load:
         self.name, self.to, self.box, self.barrier = name, to, box, barrier
         self.clock = clock
         self.lane = lane.hub.lane.index
-        self.site = Site.of(lane.frame)
+        self.site = lane.hub.sites.of(lane.frame)
         self.new = box.bytes()
 
     def __str__(self) -> str:

@@ -31,6 +31,7 @@ from .errors import (
     StuckError,
     source_line,
 )
+from .sites import Site, Sites
 
 if TYPE_CHECKING:
     from .copies import Copies
@@ -88,7 +89,7 @@ class Wait:
         payload: Any,
         combine: Combine | None,
         orders_memory: bool,
-        site: tuple[Any, int],
+        site: Site,
     ) -> None:
         self.scope, self.name, self.mask, self.site = scope, name, mask, site
         self.payload, self.combine = payload, combine
@@ -169,6 +170,8 @@ class Hub:
         Its block.
     order, random
         In which order lanes, blocks and copies in bulk go.
+    sites : Sites
+        Where lanes have waited.
     """
 
     def __init__(
@@ -189,6 +192,7 @@ class Hub:
         self.order = order
         self.random = random.Random(seed)
         self.recorder = recorder
+        self.sites = Sites()
         self.lane: Lane
         self.now: Block
         self._new_memory = new_memory
@@ -240,7 +244,7 @@ class Hub:
         lane = self.lane
         lane.wait = Wait(
             scope, name, mask, payload, combine, orders_memory,
-            (frame.f_code, frame.f_lasti),
+            self.sites.of(frame),
         )  # fmt: skip
         self.main.switch()
         return lane.result
@@ -249,8 +253,7 @@ class Hub:
         """Let others run until `until` is ready."""
         if until.ready():
             return
-        site = frame.f_code, frame.f_lasti
-        wait = Wait("until", name, 0, None, None, False, site)
+        wait = Wait("until", name, 0, None, None, False, self.sites.of(frame))
         wait.until = until
         self.lane.wait = wait
         self.main.switch()
@@ -434,17 +437,17 @@ class Hub:
             return []
         site, name = first.site, first.name
         for lane in waiting:
-            if lane.wait.site != site or lane.wait.name != name:  # type: ignore[union-attr]
+            if lane.wait.site is not site or lane.wait.name != name:  # type: ignore[union-attr]
                 return []
         self._combine(waiting, {lane.index: lane for lane in waiting})
         if self.recorder is not None:
-            self.recorder.end_phase(self.now.phase, (name, *site))
+            self.recorder.end_phase(self.now.phase, (name, site))
         self.now.phase += 1
         return waiting
 
     def _release_warps(self, waiting: list[Lane]) -> list[Lane]:
         """Every complete warp collective, and every lane that waits for no lane."""
-        groups: dict[tuple[int, str, int, Any], list[Lane]] = defaultdict(list)
+        groups: dict[tuple[int, str, int, Site | None], list[Lane]] = defaultdict(list)
         released = []
         for lane in waiting:
             wait = lane.wait
@@ -464,7 +467,7 @@ class Hub:
         return released
 
     def _release_converged(self, waiting: list[Lane]) -> list[Lane]:
-        groups: dict[tuple[int, Any], list[Lane]] = defaultdict(list)
+        groups: dict[tuple[int, Site], list[Lane]] = defaultdict(list)
         for lane in waiting:
             wait = lane.wait
             assert wait is not None
@@ -483,7 +486,7 @@ class Hub:
         assert wait is not None
         if self.recorder is not None and wait.scope != "block":
             there = self._exists(group[0].warp).bit_count()
-            self.recorder.meet((wait.name, *wait.site), len(group), there)
+            self.recorder.meet((wait.name, wait.site), len(group), there)
         if wait.combine is not None:
             given = {n: lane.wait.payload for n, lane in numbered.items()}  # type: ignore[union-attr]
             results = wait.combine(given)

@@ -105,10 +105,9 @@ class Report:
             index[rows] = _tuples(parts, len(rows))
         blocks = np.empty(len(trace.blocks), object)
         blocks[:] = trace.blocks
-        lines = [
-            line_of(trace.codes[code], lasti)
-            for code, lasti in zip(table["code"], table["lasti"].tolist(), strict=True)
-        ]
+        places = np.stack([table["code"], table["lasti"]])
+        unique, which = np.unique(places, axis=1, return_inverse=True)
+        lines = [line_of(trace.codes[code], lasti) for code, lasti in unique.T.tolist()]
         return pd.DataFrame(
             {
                 "block": blocks[table["block"]],
@@ -119,7 +118,7 @@ class Report:
                 "index": index,
                 "elements": np.array(widths, int)[table["array"]],
                 "kind": np.array(list(KINDS.values()), object)[table["kind"]],
-                "line": lines,
+                "line": np.array(lines, int)[which],
             }
         )
 
@@ -133,8 +132,8 @@ class Report:
 
         trace = self._trace("barriers")
         rows = [
-            (trace.blocks[block], phase, name, code.co_filename, line_of(code, lasti))
-            for block, phase, (name, code, lasti) in trace.barriers
+            (trace.blocks[n], phase, name, site.f_code.co_filename, site.f_lineno)
+            for n, phase, (name, site) in trace.barriers
         ]
         return pd.DataFrame(rows, columns=["block", "phase", "name", "file", "line"])
 
@@ -190,8 +189,8 @@ class Report:
         made = self._requests("divergence").rename(columns={"requests": "executed"})
         made["what"] = made["kind"] + " " + made["array"]
         met = [
-            (*_place(code, lasti), name, *figures)
-            for (name, code, lasti), figures in trace.meetings.items()
+            (*_place(site.f_code, site.f_lasti), name, *figures)
+            for (name, site), figures in trace.meetings.items()
         ]
         rows = [*made[keys + columns].itertuples(index=False, name=None), *met]
         table = pd.DataFrame(rows, columns=keys + columns)

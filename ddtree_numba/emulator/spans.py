@@ -7,8 +7,8 @@ written, is a copy on its way there). In the trace it is one access, not one an 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any
 
 import numpy as np
 
@@ -30,9 +30,10 @@ from .errors import (
     UnsupportedError,
     source_line,
 )
+from .sites import Site
 from .trace import line_of
 
-__all__ = ["Site", "Span", "log_blocks"]
+__all__ = ["Span", "log_blocks"]
 
 
 class Span:
@@ -202,21 +203,6 @@ def log_blocks(
     tag, first = wide.number * 4 + kind, wide.address // width
     for block in blocks:
         recorder.note((tag, block - first, frame.f_lasti, frame.f_code))
-
-
-class Site(NamedTuple):
-    """Where in a kernel something was asked for, when its frame has gone on."""
-
-    f_code: CodeType
-    f_lasti: int
-    f_lineno: int
-
-    @classmethod
-    def of(cls, frame: FrameType) -> Site:
-        return cls(frame.f_code, frame.f_lasti, frame.f_lineno)
-
-    def __str__(self) -> str:
-        return source_line(self.f_code.co_filename, self.f_lineno)
 
 
 def _advice(array: Array, alignment: int) -> str:

@@ -18,7 +18,6 @@ more than `HOLD` accesses in which a `syncwarp` orders those two and not the oth
 
 from __future__ import annotations
 
-import dis
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +32,7 @@ from .clocks import Clock
 from .errors import source_line
 from .lanes import WARP
 from .requests import Requests, starts
+from .sites import Instructions, Site
 
 __all__ = ["KINDS", "Race", "Recorder", "Table", "line_of"]
 
@@ -55,14 +55,14 @@ COLUMNS = {
     "array": np.int32,  # Array.number
     "offset": np.int64,  # element of the array
     "kind": np.int8,
-    "lasti": np.int32,  # instruction in the code
+    "lasti": np.int32,  # the first instruction of a place in the code
     "code": np.int32,
     "run": np.int32,  # stretch between two waits of a lane, in the block
 }
 Table = dict[str, np.ndarray]
 
-#: Where a lane waited: the operation, the code and its instruction.
-Meeting = tuple[str, CodeType, int]
+#: Where a lane waited: the operation and the place.
+Meeting = tuple[str, Site]
 
 
 @dataclass(frozen=True)
@@ -356,13 +356,12 @@ class Recorder:
         return np.array([self._code_numbers[key] for key in ids.tolist()], int)[which]
 
     def _instructions(self, code: np.ndarray, lasti: np.ndarray) -> np.ndarray:
-        """Where the instruction begins whose inline cache `lasti` may point into."""
+        """Where the place of each access in the source has its first instruction."""
         begin = np.empty_like(lasti)
         for number in np.unique(code):
             rows = code == number
-            offsets = _offsets(self.codes[number])
-            at = np.searchsorted(offsets, lasti[rows], side="right") - 1
-            begin[rows] = offsets[at]
+            instructions = Instructions.of(self.codes[number])
+            begin[rows] = instructions.first[instructions.at(lasti[rows])]
         return begin
 
     # -- looking ----------------------------------------------------------------------
@@ -610,11 +609,6 @@ def _joined(tables: list[Table]) -> Table:
         name: np.concatenate([t[name] for t in tables] or [np.zeros(0, dtype)])
         for name, dtype in COLUMNS.items()
     }
-
-
-@lru_cache(maxsize=256)
-def _offsets(code: CodeType) -> np.ndarray:
-    return np.array([each.offset for each in dis.get_instructions(code)], np.int32)
 
 
 @lru_cache(maxsize=256)

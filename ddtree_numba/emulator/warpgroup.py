@@ -26,7 +26,7 @@ from .errors import (
     WarpgroupError,
 )
 from .lanes import WARP, WARPGROUP, Hub, Until
-from .spans import Site
+from .sites import Site
 from .wgmma import (
     NAME,
     ROWS,
@@ -301,11 +301,12 @@ class Warpgroup:
         """The lane that runs comes to its next product."""
         state = self._state
         at = state.position - self.executed
+        site = self.hub.sites.of(lane.frame)
         if at == len(self.open):
-            self.open.append(_Running(Site.of(lane.frame), key, self.number))
+            self.open.append(_Running(site, key, self.number))
         running = self.open[at]
         who = f"lane {self.hub.lane.index}"
-        if running.site[:2] != (lane.frame.f_code, lane.frame.f_lasti):
+        if running.site is not site:
             raise WarpgroupError(
                 f"{who} comes to a {NAME} here, others of its warpgroup to {running}"
             )

@@ -23,7 +23,8 @@ from .errors import (
     UnsupportedError,
 )
 from .lanes import WARPGROUP, Hub
-from .spans import Site, log_blocks
+from .sites import Site
+from .spans import log_blocks
 
 __all__ = [
     "DEPTH",
