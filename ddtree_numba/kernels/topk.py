@@ -28,11 +28,11 @@ before its own, each with a token that is better, or equal and of a lower id. So
 kernel, with the whole GPU, reads the logits once and leaves sums and maxima; a second,
 with one block a row, selects chunks by these, and k tokens from the chunks.
 
-It need not be k chunks. Every lane takes some of them, and the k-th of the lanes' best
-maxima bounds the k-th of all: k chunks are as good, and if there are many more lanes
-than k, few others are. One instruction of the block counts the lanes that pass a bound,
-so a bit of it takes a barrier. Only if too many chunks or tokens pass, as where many
-tie, is the interval cut further.
+It need not be k chunks. Every lane of a block takes some of them, and the k-th of the
+lanes' best maxima bounds the k-th of all: k chunks are as good, and if there are many
+more lanes than k, few others are. A histogram of how far these lie below the row's best
+one, each of its bins a 64th longer than the one before, gives the bound. Only if too
+many chunks or tokens pass it, as where many tie, is the interval cut further.
 
 Versions
 --------
@@ -40,7 +40,8 @@ topk_kernel        "simple": one block a row; reads the row twice, and once more
                    every round of the selection (mostly one or two)
 topk_scan_kernel   "chunks": a warp a span of 1024 logits: their sum, their maximum,
                    and their chunks'
-topk_pick_kernel   one block a row: merges the sums, selects chunks, then tokens
+topk_pick_kernel   one block a row: selects chunks, then tokens; one of its warps merges
+                   the sums
 """
 
 from __future__ import annotations
@@ -57,9 +58,12 @@ from ddtree_numba.kernels.wide import (
     FULL_WARP,
     PIECE,
     WARP,
+    clear_bins,
+    find_bin,
+    last_bin,
     load_piece,
     loads_wide,
-    scan_block,
+    redux_max,
     warp_sum,
 )
 
@@ -67,18 +71,20 @@ MAX_K = 1024
 CAPACITY = 2048  # codes that are sorted in shared memory
 SORTING = 2 * CAPACITY
 THREADS = 512
-DIGIT_BITS = 10
-BINS = 1 << DIGIT_BITS
 
 VERSIONS = ("auto", "simple", "chunks")
 SIMPLE_UP_TO = 4096  # a vocabulary that "auto" does not cut into chunks
 SCAN_THREADS = 128
 PICK_THREADS = 768  # at most
+BINS = 2 * PICK_THREADS
 PIECES = 4  # of eight logits, that a lane of the scan holds
 HELD = PIECES * PIECE
 SPAN = WARP * HELD  # logits of a warp
 MAX_CHUNKS = MAX_K + 64  # more than k, to spare a selection its last bits
-RUN, LANES = 128, 4  # codes that are sorted by counting, lanes that count for each
+RUN, LANES = 128, 8  # codes that are sorted by counting, lanes that count for each
+# Bins of how far a chunk lies below the best one are a 64th of that, from 1/4 on.
+STEP_BITS = 17  # of a float32, below the bin's
+FIRST_STEP = int(np.float32(0.25).view(np.int32)) >> STEP_BITS
 ONE_CHUNK = 30  # the logarithm of a chunk's pieces, if it is to be the whole row
 
 
@@ -172,36 +178,10 @@ def merge_warp(top, total):
 @cuda.jit(device=True)
 def warp_max(x):
     """The largest of the warp's x that is a number, for every lane."""
-    for distance in (16, 8, 4, 2, 1):
-        x = cuda.libdevice.fmaxf(x, cuda.shfl_xor_sync(FULL_WARP, x, distance))
+    for step in range(5):
+        y = cuda.shfl_xor_sync(FULL_WARP, x, 16 >> step)
+        x = cuda.libdevice.fmaxf(x, y)
     return x
-
-
-@cuda.jit(device=True)
-def find_bin(histogram, above, kept, of_warps, found):
-    """Find the bin that holds the `kept`-th code, counting from the top bin.
-
-    `above` codes are larger than any in the histogram. ``found`` gets the bin, the
-    codes above it, and these together with those in it. Ends with a block barrier.
-    """
-    # One bin more than a division gives, to be sure to have them all.
-    each = np.int32(np.uint32(BINS - 1) // np.uint32(cuda.blockDim.x)) + np.int32(1)
-    first = BINS - 1 - cuda.threadIdx.x * each  # this thread's bins, falling
-    last = max(first - each, -1)
-    mine = np.int32(0)
-    for bin_ in range(first, last, -1):
-        mine += histogram[bin_]
-    before, _ = scan_block(mine, of_warps)
-    above += before
-    if above < kept <= above + mine:
-        for bin_ in range(first, last, -1):
-            count = histogram[bin_]
-            if above < kept <= above + count:
-                found[0] = bin_
-                found[1] = above
-                found[2] = above + count
-            above += count
-    cuda.syncthreads()  # the bin is found before it is read
 
 
 @cuda.jit(device=True)
@@ -223,11 +203,9 @@ def value_of(code, key_shift, id_bits):
 
 
 @cuda.jit(device=True)
-def passing_of(source, p, least):
-    """Where the p-th piece of a source starts; a bit for each that is no less."""
-    row, wide, _, _, _, _, _ = source
+def passing_of(row, start, wide, least):
+    """A bit for each of the eight elements from `start` on that is no less."""
     tile = cuda.local.array(PIECE, np.float32)
-    start = piece_start(source, p)
     load_piece(row, start, wide, tile, 0)
     passing = np.uint32(0)
     for j in range(PIECE):
@@ -236,38 +214,40 @@ def passing_of(source, p, least):
     if start + PIECE > row.size:  # -inf stands behind the row
         inside = max(row.size - np.int64(start), 0)
         passing = np.uint32(passing & np.uint32((1 << inside) - 1))
-    return start, passing
+    return passing
 
 
 @cuda.jit(device=True)
-def next_code(source, start, passing):
-    """The code of the first that passes, and the others that do."""
+def first_of(passing):
+    """The first that passes, and the others that do."""
+    others = np.uint32(passing & np.uint32(passing - np.uint32(1)))
+    return np.uint32(cuda.ffs(np.int32(passing)) - 1), others
+
+
+@cuda.jit(device=True)
+def code_at(source, i):
+    """The code of a source's i-th element."""
     row, _, _, _, _, key_shift, id_bits = source
     # Read once more: it is near, and a tile of registers knows no j-th element.
-    i = np.uint32(start + np.uint32(cuda.ffs(np.int32(passing)) - 1))
-    code = code_of(to_float32(row[i]), np.int64(i), row.size, key_shift, id_bits)
-    return code, np.uint32(passing & np.uint32(passing - np.uint32(1)))
+    return code_of(to_float32(row[i]), np.int64(i), row.size, key_shift, id_bits)
 
 
 @cuda.jit(device=True)
 def count_codes(source, low, high, shift, histogram):
-    """Histogram of ``(code - low) >> shift`` over a source's codes in low … high."""
-    _, _, _, _, pieces, key_shift, id_bits = source
+    """Histogram of ``(code - low) >> shift``, from the last bin on, of low … high."""
+    row, wide, _, _, pieces, key_shift, id_bits = source
     least = value_of(low, key_shift, id_bits)
-    bin_ = cuda.threadIdx.x
-    while bin_ < BINS:
-        histogram[bin_] = 0
-        bin_ += cuda.blockDim.x
-    cuda.syncthreads()  # the bins are empty before anything is counted
+    clear_bins(histogram)
     p = cuda.threadIdx.x
     while p < pieces:
-        start, passing = passing_of(source, p, least)
+        start = piece_start(source, p)
+        passing = passing_of(row, start, wide, least)
         while passing != 0:
-            code, passing = next_code(source, start, passing)
+            j, passing = first_of(passing)
+            code = code_at(source, np.uint32(start + j))
             if low <= code < high:
-                cuda.atomic.add(histogram, (code - low) >> shift, 1)
+                cuda.atomic.add(histogram, last_bin() - ((code - low) >> shift), 1)
         p += cuda.blockDim.x
-    cuda.syncthreads()  # everything is counted before the bins are read
 
 
 @cuda.jit(device=True)
@@ -277,13 +257,15 @@ def gather_codes(source, low, codes, used, which):
     It may be more than there is room for. For all threads; ends with a block barrier.
     The count ``used[which]`` is 0 before.
     """
-    _, _, _, _, pieces, key_shift, id_bits = source
+    row, wide, _, _, pieces, key_shift, id_bits = source
     least = value_of(low, key_shift, id_bits)
     p = cuda.threadIdx.x
     while p < pieces:
-        start, passing = passing_of(source, p, least)
+        start = piece_start(source, p)
+        passing = passing_of(row, start, wide, least)
         while passing != 0:
-            code, passing = next_code(source, start, passing)
+            j, passing = first_of(passing)
+            code = code_at(source, np.uint32(start + j))
             if code >= low:
                 at = cuda.atomic.add(used, which, 1)
                 if at < CAPACITY:
@@ -294,21 +276,22 @@ def gather_codes(source, low, codes, used, which):
 
 
 @cuda.jit(device=True)
-def narrow(source, kept, most, low, high, count, bins):
+def narrow(source, kept, most, low, high, count, counting):
     """Raise `low` until no more than `most` of a source's codes are as large.
 
     `count` codes are now, and the `kept`-th largest is one of them, and below `high`.
     """
-    histogram, of_warps, found = bins
+    histogram, _, found = counting
+    digit_bits = np.int64(31) - cuda.clz(np.int32(2 * cuda.blockDim.x))
     above = 0  # codes of `high` or more
     while count > most:
-        shift = max(0, 64 - cuda.clz(np.int64(high - low - 1)) - DIGIT_BITS)
+        shift = max(0, 64 - cuda.clz(np.int64(high - low - 1)) - digit_bits)
         count_codes(source, low, high, shift, histogram)
-        find_bin(histogram, above, kept, of_warps, found)
-        low += np.int64(found[0]) << shift
+        bin_ = find_bin(counting, kept - above)
+        low += np.int64(last_bin() - bin_) << shift
         high = min(high, low + (np.int64(1) << shift))
-        above = found[1]
-        count = found[2]
+        count = above + found[2]
+        above += found[1]
     return low
 
 
@@ -335,8 +318,10 @@ def sort_falling(codes, count):
         while j < last:
             larger += np.int32(codes[j] > mine)
             j = np.uint32(j + np.uint32(LANES))
-        for distance in (1, 2):
+        distance = LANES // 2
+        while distance > 0:
             larger += cuda.shfl_xor_sync(FULL_WARP, larger, distance)
+            distance //= 2
         if part == 0 and i < n:
             codes[half + first + np.uint32(larger)] = mine
         first_lane = np.uint32(first_lane + np.uint32(cuda.blockDim.x))
@@ -416,7 +401,7 @@ def topk_kernel(
     chunks = cuda.shared.array(1, np.int32)
     length, kept = log_probs.shape[1], log_probs.shape[2]
     b, position = cuda.blockIdx.x // length, cuda.blockIdx.x % length
-    row, bins = logits[b, position], (histogram, of_warps, found)
+    row, counting = logits[b, position], (histogram, of_warps, found)
     if cuda.threadIdx.x == 0:
         used[0] = 0
         chunks[0] = 0  # the row is one chunk
@@ -428,7 +413,7 @@ def topk_kernel(
     pieces = (row.size + PIECE - 1) // PIECE
     source = (row, wide, chunks, ONE_CHUNK, pieces, key_shift, id_bits)
     high = ((order_of(top) >> key_shift) + 1) << id_bits
-    low = narrow(source, kept, CAPACITY, 0, high, row.size, bins)
+    low = narrow(source, kept, CAPACITY, 0, high, row.size, counting)
     count = gather_codes(source, low, codes, used, 0)
     best = log_probs[b, position], token_ids[b, position]
     write_best(codes, count, row, id_bits, top, total, *best)
@@ -495,10 +480,7 @@ def topk_scan_kernel(
 
 @cuda.jit(device=True)
 def merge_spans(tops, totals):
-    """A row's maximum, and its sum of ``exp(x - maximum)``: NaN or 0 if it is bad.
-
-    Every warp computes the same.
-    """
+    """A warp sums a row's ``exp(x - maximum)``; it is NaN or 0 if the row is bad."""
     lane_tops = cuda.local.array(PIECE, np.float32)
     lane_totals = cuda.local.array(PIECE, np.float32)
     top, total = np.float32(-math.inf), np.float32(0.0)
@@ -520,46 +502,90 @@ def merge_spans(tops, totals):
             total += lane_totals[j] * math.exp(lane_tops[j] - about)
         top = highest
     highest = warp_max(top)
-    total = warp_sum(total * math.exp(top - highest))
-    # As in `sum_of_row`: one of the products may be fused, in every lane another one.
-    return highest, cuda.shfl_sync(FULL_WARP, total, 0)
+    return warp_sum(total * math.exp(top - highest))
 
 
 @cuda.jit(device=True)
-def lanes_chunks(of_chunks, tile):
-    """The largest and the least of the maxima that this lane stands for.
+def signed_order(bits):
+    """A float32's bits as an integer that orders as it does; and back again."""
+    return np.int32(bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
-    Its first piece is in the tile.
-    """
-    high, low = np.float32(-math.inf), np.float32(math.inf)
+
+@cuda.jit(device=True)
+def block_max(x, of_warps):
+    """The largest x of the block, for all threads; a block barrier."""
+    lane = cuda.threadIdx.x % WARP
+    own = redux_max(signed_order(cuda.libdevice.float_as_int(x)))
+    if lane == 0:
+        of_warps[cuda.threadIdx.x // WARP] = own
+    cuda.syncthreads()  # every warp's is there before it is read
+    own = of_warps[lane if lane < cuda.blockDim.x // WARP else 0]
+    return cuda.libdevice.int_as_float(signed_order(redux_max(own)))
+
+
+@cuda.jit(device=True)
+def best_chunk(of_chunks):
+    """The largest of the maxima that this lane takes."""
+    tile = cuda.local.array(PIECE, np.float32)
+    best = np.float32(-math.inf)
     start = np.uint32(cuda.threadIdx.x * PIECE)
     while start < of_chunks.size:
+        load_piece(of_chunks, start, np.int32(1), tile, 0)
         for j in range(PIECE):
-            high = cuda.libdevice.fmaxf(high, tile[j])
-            low = cuda.libdevice.fminf(low, tile[j])
+            best = cuda.libdevice.fmaxf(best, tile[j])
         start = np.uint32(start + np.uint32(cuda.blockDim.x * PIECE))
-        if start < of_chunks.size:
-            load_piece(of_chunks, start, np.int32(1), tile, 0)
-    return high, low if low <= high else high
+    return best
 
 
 @cuda.jit(device=True)
-def bound_of_lanes(x, count):
-    """An order that `count` lanes of the block pass, or more, but not many more.
+def count_below(top, x, histogram):
+    """Count a chunk by how far its maximum lies below the best one."""
+    step = (cuda.libdevice.float_as_int(top - x) >> STEP_BITS) - FIRST_STEP
+    cuda.atomic.add(histogram, np.int32(min(max(step, 0), last_bin())), 1)
 
-    For all threads; block barriers.
+
+@cuda.jit(device=True)
+def bound_of_chunks(of_chunks, top, best, kept, counting):
+    """A value that `kept` chunks' maxima are not below, or all, and not many more.
+
+    top, best : the best maximum of all, and of those that this lane takes
+    The histogram is empty. For all threads; block barriers.
     """
-    order = np.uint32(order_of(x))
-    bound, bit = np.uint32(0), np.uint32(1 << 31)
-    passing = cuda.blockDim.x
-    # The upper half of the bits: that is bf16's, and little lies between.
-    while bit >= 1 << 16 and passing > count + count // 8:
-        higher = np.uint32(bound | bit)
-        pass_it = cuda.syncthreads_count(np.int32(order >= higher))
-        if pass_it >= count:
-            bound, passing = higher, pass_it
-        bit = np.uint32(bit >> np.uint32(1))
-    return np.int64(bound)
+    histogram = counting[0]
+    tile = cuda.local.array(PIECE, np.float32)
+    if 3 * kept <= 2 * min(of_chunks.size // PIECE, cuda.blockDim.x):
+        count_below(top, best, histogram)
+    else:  # too few lanes: count all that they take
+        start = np.uint32(cuda.threadIdx.x * PIECE)
+        while start < of_chunks.size:
+            load_piece(of_chunks, start, np.int32(1), tile, 0)
+            for j in range(PIECE):
+                count_below(top, tile[j], histogram)
+            start = np.uint32(start + np.uint32(cuda.blockDim.x * PIECE))
+    bin_ = find_bin(counting, kept)
+    if bin_ == last_bin():  # which has no end
+        return np.float32(-math.inf)
+    step = np.int32(bin_ + 1 + FIRST_STEP)  # where the next bin starts
+    return top - cuda.libdevice.int_as_float(np.int32(step << STEP_BITS))
+
+
+@cuda.jit(device=True)
+def gather_chunks(of_chunks, least, chunks, used):
+    """Collect the chunks of a maximum of `least` or more, and return their number.
+
+    It may be more than there is room for. For all threads; ends with a block barrier.
+    """
+    start = np.uint32(cuda.threadIdx.x * PIECE)
+    while start < of_chunks.size:
+        passing = passing_of(of_chunks, start, np.int32(1), least)
+        while passing != 0:
+            j, passing = first_of(passing)
+            at = cuda.atomic.add(used, 0, 1)
+            if at < MAX_CHUNKS:
+                chunks[at] = np.uint32(start + j)
+        start = np.uint32(start + np.uint32(cuda.blockDim.x * PIECE))
+    cuda.syncthreads()  # all are collected before they are counted and read
+    return used[0]
 
 
 @cuda.jit
@@ -580,66 +606,64 @@ def topk_pick_kernel(
     histogram = cuda.shared.array(BINS, np.int32)
     of_warps = cuda.shared.array(WARP, np.int32)
     found = cuda.shared.array(3, np.int32)
-    used = cuda.shared.array(4, np.int32)  # codes that each gathering finds
+    used = cuda.shared.array(4, np.int32)  # what each gathering finds
     chunks = cuda.shared.array(MAX_CHUNKS, np.int32)
+    total = cuda.shared.array(1, np.float32)
     length, kept = log_probs.shape[1], log_probs.shape[2]
     r = np.uint32(cuda.blockIdx.x)
     b = np.uint32(r // np.uint32(length))
     position = np.uint32(r - b * np.uint32(length))
     row, of_chunks = logits[b, position], maxima[r]
-    bins = (histogram, of_warps, found)
-    best = log_probs[b, position], token_ids[b, position]
-    n, pieces = of_chunks.size, of_chunks.size // PIECE
-    tile = cuda.local.array(PIECE, np.float32)
-    # Early, so that it is on its way together with the sums.
-    load_piece(of_chunks, cuda.threadIdx.x * PIECE, np.int32(1), tile, 0)
-    top, total = merge_spans(tops[r], totals[r])
-    if not total > np.float32(0.0):  # in every lane alike
-        write_bad_row(*best)
-        return
+    counting = (histogram, of_warps, found)
     if cuda.threadIdx.x < used.size:
         used[cuda.threadIdx.x] = 0
-    if cuda.threadIdx.x == 0:
-        chunks[0] = 0  # the row of maxima is one chunk
+    clear_bins(histogram)
+    own = best_chunk(of_chunks)
+    top = block_max(own, of_warps)
 
-    # The best chunks, at least K of them, or all. The barriers order what is above.
-    best_chunk, worst_chunk = lanes_chunks(of_chunks, tile)
-    if 3 * kept <= 2 * min(pieces, cuda.blockDim.x):
-        bound = bound_of_lanes(best_chunk, kept)
-    else:  # a lane whose worst one passes has eight or more that do
-        bound = bound_of_lanes(worst_chunk, (kept + PIECE - 1) // PIECE)
-    low = bound >> key_shift << chunk_bits
-    source = (
-        of_chunks,
-        np.int32(1),
-        chunks,
-        ONE_CHUNK,
-        pieces,
-        key_shift,
-        chunk_bits,
-    )
-    n_chunks = gather_codes(source, low, codes, used, 0)
+    # The best chunks: at least K of them, or all.
+    least = bound_of_chunks(of_chunks, top, own, kept, counting)
+    n_chunks = gather_chunks(of_chunks, least, chunks, used)
+    low = order_of(least) >> key_shift
+    high = (order_of(top) >> key_shift) + 1
     most = min(2 * kept + WARP, MAX_CHUNKS)
     if n_chunks > most:
-        high = ((order_of(top) >> key_shift) + 1) << chunk_bits
-        low = narrow(source, kept, most, low, high, n_chunks, bins)
+        low <<= chunk_bits
+        if cuda.threadIdx.x == 0:
+            chunks[0] = 0  # the row of maxima is one chunk
+        pieces = of_chunks.size // PIECE
+        ids = key_shift, chunk_bits
+        source = (of_chunks, np.int32(1), chunks, ONE_CHUNK, pieces, *ids)
+        # Its first barrier also orders the chunk before it is read.
+        low = narrow(source, kept, most, low, high << chunk_bits, n_chunks, counting)
         n_chunks = gather_codes(source, low, codes, used, 1)
-    i = cuda.threadIdx.x
-    while i < n_chunks:
-        chunks[i] = n - 1 - (codes[i] & ((np.int64(1) << chunk_bits) - 1))
-        i += cuda.blockDim.x
-    cuda.syncthreads()  # the chunks are there before they are read
+        i = cuda.threadIdx.x
+        while i < n_chunks:
+            code = codes[i] & ((np.int64(1) << chunk_bits) - 1)
+            chunks[i] = of_chunks.size - 1 - code
+            i += cuda.blockDim.x
+        cuda.syncthreads()  # the chunks are there before they are read
+        low >>= chunk_bits
 
-    # Their tokens that are as good as the K-th chunk's best, at least K of them.
-    low = low >> chunk_bits << id_bits
+    # Beside them, the last warp, which may have nothing to gather, merges the sums.
+    if cuda.threadIdx.x >= cuda.blockDim.x - WARP:
+        of_row = merge_spans(tops[r], totals[r])
+        if cuda.threadIdx.x % WARP == 0:
+            total[0] = of_row
+
+    # Their tokens that are as good as the K-th chunk's best: at least K of them.
+    low <<= id_bits
     pieces = n_chunks << chunk_log
     source = (row, wide, chunks, chunk_log, pieces, key_shift, id_bits)
     count = gather_codes(source, low, codes, used, 2)
+    best = log_probs[b, position], token_ids[b, position]
+    if not total[0] > np.float32(0.0):  # in every lane alike
+        write_bad_row(*best)
+        return
     if count > CAPACITY:
-        high = ((order_of(top) >> key_shift) + 1) << id_bits
-        low = narrow(source, kept, CAPACITY, low, high, count, bins)
+        low = narrow(source, kept, CAPACITY, low, high << id_bits, count, counting)
         count = gather_codes(source, low, codes, used, 3)
-    write_best(codes, count, row, id_bits, top, total, *best)
+    write_best(codes, count, row, id_bits, top, total[0], *best)
 
 
 def topk(
