@@ -58,11 +58,11 @@ With ``trace=True`` (about 3 times slower), of global and shared memory:
 - `races`. Two accesses to a common byte race when at least one writes, they are not
   both atomic, and neither a block barrier nor a chain of `syncwarp`, named barriers,
   mbarriers and waits for products lies between them; shuffles and votes order nothing
-  (as the CUDA guide says). Between blocks nothing does but a counter: a `threadfence`,
-  then an atomic that raises it, and `wait_for_at_least` in the other block, each for
-  its whole block. What copies in bulk write and products read are accesses too. Races
-  are found from this order, not from the values, so one run in any lane order shows
-  them, as far as the input makes the kernel take that path.
+  (as the CUDA guide says). Between blocks nothing does but a counter: a fence for
+  other blocks, then an atomic that raises it, and `wait_for_at_least` in the other
+  block, each for its whole block. What copies in bulk write and products read are
+  accesses too. Races are found from this order, not from the values, so one run in
+  any lane order shows them, as far as the input makes the kernel take that path.
 - `memory`: by source line and array the requests of warps, the 32-byte sectors that one
   costs in global memory, the bank conflicts in shared memory. Lanes run one after
   another here; their n-th times at an instruction, between two block barriers, are

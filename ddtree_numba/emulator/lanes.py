@@ -171,7 +171,7 @@ class Hub:
     order, random
         In which order lanes, blocks and copies in bulk go.
     sites : Sites
-        Where lanes have waited.
+        Places in the source where lanes wait, copy, multiply or declare arrays.
     """
 
     def __init__(

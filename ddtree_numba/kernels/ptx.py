@@ -19,7 +19,7 @@ Compute capability 8.0 or later
 `bar_red_or`                 … and wait, and learn whether anyone brought a nonzero
 `st_global_v2_f32`           store two neighbouring float32
 `st_shared_v2_f32`           … in shared memory
-`fence_acq_rel_gpu`          order: this thread's accesses, as other blocks see them
+`fence_acq_rel_gpu`          order: accesses before and after, as other blocks see them
 `wait_for_at_least`          wait for a counter that other blocks add to
 Compute capability 9.0
 ------------------------------------------------------------------------------------
@@ -973,10 +973,11 @@ def st_shared_v2_f32(typingctx, array, index, first, second):
 
 @intrinsic
 def fence_acq_rel_gpu(typingctx):
-    """``fence.acq_rel.gpu``: what was written before comes before what is written next.
+    """``fence.acq_rel.gpu``: what came before is before what comes next, for others.
 
-    For other blocks, as `cuda.threadfence`, which orders loads and stores of all
-    threads in one line too (``fence.sc``) and takes longer.
+    What this thread did, or learned of at a barrier, comes before what it does next, as
+    other blocks see it. `cuda.threadfence` (``fence.sc``) also puts all threads' fences
+    in one order, and takes longer.
     """
     return types.void(), _instruction("fence.acq_rel.gpu;", warp=False)
 
@@ -985,7 +986,7 @@ def fence_acq_rel_gpu(typingctx):
 def wait_for_at_least(typingctx, counters, index, n):
     """``ld.acquire.gpu.global`` until ``counters[index]`` is `n` or more.
 
-    Who counts writes first, then passes `cuda.threadfence`, then adds by
+    Who counts writes first, then passes `fence_acq_rel_gpu`, then adds by
     `cuda.atomic.add`: then what it wrote is there, for this thread and for those that
     it meets at a barrier afterwards. Only for blocks that run at the same time: a
     cooperative launch. counters : a global int32 array.

@@ -15,9 +15,9 @@ order the ids, falling, so that no two codes are equal and "better" is "larger":
     code = order(logit) << id_bits | (V - 1 - id)
 
 A selection knows an interval of codes in which the k-th largest lies. It cuts it into
-`BINS`, counts how many codes lie in each, and goes on with the bin that holds the k-th.
-It ends as soon as few enough codes are as large as the interval's lower end; these are
-gathered and sorted in shared memory, and the first k of them win.
+bins, up to two a lane, counts the codes in each, and goes on with the bin that holds
+the k-th. It ends as soon as few enough codes are as large as the interval's lower end;
+these are gathered and sorted in shared memory, and the first k of them win.
 
 Chunks
 ------
@@ -31,8 +31,9 @@ with one block a row, selects chunks by these, and k tokens from the chunks.
 It need not be k chunks. Every lane of a block takes some of them, and the k-th of the
 lanes' best maxima bounds the k-th of all: k chunks are as good, and if there are many
 more lanes than k, few others are. A histogram of how far these lie below the row's best
-one, each of its bins a 64th longer than the one before, gives the bound. Only if too
-many chunks or tokens pass it, as where many tie, is the interval cut further.
+one gives the bound: its first bin reaches past 1/4, and from there on 64 bins of one
+length make a doubling. With too few lanes all maxima are counted. Only if too many
+chunks or tokens pass the bound, as where many tie, is the interval cut further.
 
 Versions
 --------
@@ -76,14 +77,14 @@ VERSIONS = ("auto", "simple", "chunks")
 SIMPLE_UP_TO = 4096  # a vocabulary that "auto" does not cut into chunks
 SCAN_THREADS = 128
 PICK_THREADS = 768  # at most
-BINS = 2 * PICK_THREADS
+BINS = 2 * PICK_THREADS  # of the largest block: two a lane
 PIECES = 4  # of eight logits, that a lane of the scan holds
 HELD = PIECES * PIECE
 SPAN = WARP * HELD  # logits of a warp
-MAX_CHUNKS = MAX_K + 64  # more than k, to spare a selection its last bits
+MAX_CHUNKS = MAX_K + 64  # more than k, to spare a selection its last rounds
 RUN, LANES = 128, 8  # codes that are sorted by counting, lanes that count for each
-# Bins of how far a chunk lies below the best one are a 64th of that, from 1/4 on.
-STEP_BITS = 17  # of a float32, below the bin's
+# Bins of how far a chunk lies below the best one: 64 to a doubling, from 1/4 on.
+STEP_BITS = 17  # low bits of a float32 that a bin does not tell apart
 FIRST_STEP = int(np.float32(0.25).view(np.int32)) >> STEP_BITS
 ONE_CHUNK = 30  # the logarithm of a chunk's pieces, if it is to be the whole row
 
@@ -279,7 +280,8 @@ def gather_codes(source, low, codes, used, which):
 def narrow(source, kept, most, low, high, count, counting):
     """Raise `low` until no more than `most` of a source's codes are as large.
 
-    `count` codes are now, and the `kept`-th largest is one of them, and below `high`.
+    `count` codes are that large now; the `kept`-th largest is one of them, and below
+    `high`.
     """
     histogram, _, found = counting
     digit_bits = np.int64(31) - cuda.clz(np.int32(2 * cuda.blockDim.x))
@@ -524,7 +526,7 @@ def block_max(x, of_warps):
 
 
 @cuda.jit(device=True)
-def best_chunk(of_chunks):
+def lane_maximum(of_chunks):
     """The largest of the maxima that this lane takes."""
     tile = cuda.local.array(PIECE, np.float32)
     best = np.float32(-math.inf)
@@ -618,7 +620,7 @@ def topk_pick_kernel(
     if cuda.threadIdx.x < used.size:
         used[cuda.threadIdx.x] = 0
     clear_bins(histogram)
-    own = best_chunk(of_chunks)
+    own = lane_maximum(of_chunks)
     top = block_max(own, of_warps)
 
     # The best chunks: at least K of them, or all.
@@ -645,7 +647,7 @@ def topk_pick_kernel(
         cuda.syncthreads()  # the chunks are there before they are read
         low >>= chunk_bits
 
-    # Beside them, the last warp, which may have nothing to gather, merges the sums.
+    # Meanwhile the last warp, which may have nothing to gather, merges the sums.
     if cuda.threadIdx.x >= cuda.blockDim.x - WARP:
         of_row = merge_spans(tops[r], totals[r])
         if cuda.threadIdx.x % WARP == 0:

@@ -621,11 +621,11 @@ def bin_of(score, scale):
 
 
 @cuda.jit(device=True)
-def bound_of(found, scale, bound):
+def bound_of(bin_, scale, bound):
     """Raise the bound to below a bin, with one more to be safe from rounding."""
-    if found >= last_bin():  # which has no end
+    if bin_ >= last_bin():  # which has no end
         return bound
-    return max(bound, np.float64(np.float32(-(found + 2)) / scale))
+    return max(bound, np.float64(np.float32(-(bin_ + 2)) / scale))
 
 
 @cuda.jit(device=True)

@@ -779,9 +779,9 @@ def verify_attn(
     version : {"auto", "simple", "split", "mma", "wgmma"}
         Which kernel. "mma" and "wgmma" take bfloat16 with D = 576 and Dc = 512, "wgmma"
         on compute capability 9.0 alone and with `sm_scale` above 0. On a GPU "auto" is
-        "wgmma" where it can run and there are 64 tiles of 64 packed rows (of a
-        request's N · H) and 64 keys (of S_max), else "mma" where it can run; and
-        "split" for all the rest.
+        "wgmma" where it can run and the work is at least 64 tiles of 64 packed rows
+        (of N · H, request by request) by 64 keys (of S_max), else "mma" where it can
+        run; and "split" for all the rest.
     n_splits : int, optional
         Parts of the keys that blocks of one row tile work on side by side, cut to
         S_max ("simple" has none); if omitted, as many as keep the card busy at a prefix

@@ -32,7 +32,7 @@ first tile's maximum, and moves only when a score passes it by `MARGIN` powers o
 (`exact_max`: at once). So group 1 need not wait for P0's maximum: it weighs against the
 old reference, and again in the rare case that group 0 moved it.
 
-Shared memory, 230,984 of 232,448 bytes. A *piece* is 64 rows of 64 columns, swizzled by
+Shared memory, 230,988 of 232,448 bytes. A *piece* is 64 rows of 64 columns, swizzled by
 TMA (chunk c of row r at place ``c ^ (r & 7)``). As rows of keys it is an operand of
 q·k, and as columns of values of P·V, so nothing is transposed or copied::
 
@@ -41,7 +41,7 @@ q·k, and as columns of values of P·V, so nothing is transposed or copied::
     144     odd tile, 8 pieces of values   their sums, their factors
     208     its rope columns; once it is scored: P1
     216     P0                     while sums are written: 1 KB a warp
-    224     references and totals of rows, mbarriers, the block's plan
+    224     references and totals of rows, mbarriers, the block's plan and merges
 
 Sharing out. All tiles of keys, row tile by row tile and request by request, are one
 line. Blocks are no more than run at the same time, one a multiprocessor: they wait for
@@ -158,17 +158,18 @@ ODD_RIGHT_FREE = EVEN_LEFT_FREE + 3
 QUERIES_FREE = EVEN_LEFT_FREE + 4
 MERGES_KNOWN = QUERIES_FREE + 1
 BARRIERS_END = MERGES_KNOWN + 1
-# Behind them what `write_plan` writes, in int32.
+# Behind them what `write_plan` and `write_merges` write, in int32.
 ROUNDS = 2 * BARRIERS_END
 WORKERS, REST_AT, REST, PART_LENGTH, PART_AT = range(ROUNDS + 1, ROUNDS + 6)
 MERGES = PART_AT + 3  # of two row tiles: parts, first block, request, row tile
 KEEPS = MERGES + 8  # 1 if the last part stays in registers
 DYNAMIC_SHARED = 4 * (KEEPS + 1)
-# When all tiles of keys are done with, in float32 over their place: a block's share of
-# the parts of a row tile, their references and totals.
-MOST_PARTS = 144
+# When all tiles of keys are done with, in float32 over their place and the queries': a
+# block's share of the parts of a row tile, their references (then factors) and totals.
+MOST_PARTS = 144  # blocks at most, so that what belongs to all parts fits
+CHUNKS = 32 * CONSUMERS  # of four sums, in a part
 FETCHED = 0
-PART_TOPS = FETCHED + 4 * (8192 + MOST_PARTS)
+PART_TOPS = FETCHED + 4 * (CHUNKS + MOST_PARTS)  # shares are rounded up
 PART_TOTALS = PART_TOPS + ROWS * MOST_PARTS
 QUARTER_TOPS = PART_TOTALS + ROWS * MOST_PARTS
 QUARTER_TOTALS = QUARTER_TOPS + CONSUMERS
@@ -190,8 +191,7 @@ SPLIT_COST = np.float32(8.0)  # what it costs to split and merge, in tiles of ke
 LEAST = 4  # tiles of keys that are worth a block of their own
 PAYS = 64  # tiles of rows and keys; see `pays`
 KEEPERS = 4  # blocks that may share a row tile and keep their own parts in registers
-# A part is posted in chunks of four sums, in the order of the registers: 32 a thread.
-CHUNKS = 32 * CONSUMERS
+# A part is posted in chunks, in the order of the registers: 32 a thread.
 POSTED = 4 * CHUNKS
 
 
@@ -931,15 +931,20 @@ def compute_even(
 
 
 @device
+def add_even(memory, sums):
+    """Begin to add the right half of an even tile's values."""
+    weights = wgmma_descriptor(memory.shared, EVEN_WEIGHTS)
+    add_other(sums, weights, wgmma_descriptor(memory.shared, EVEN + 4 * PIECE))
+
+
+@device
 def take_even(memory, thread, sums, top, total):
     """Begin to add the right half of an even tile's values, whose weights are there."""
     new0 = memory.floats[EVEN_TOPS + thread.row]
     new1 = memory.floats[EVEN_TOPS + thread.row + 8]
-    moved = differ(top[0], new0, top[1], new1)
-    if moved:
+    if differ(top[0], new0, top[1], new1):
         move_top(top, total, sums, new0, new1)
-    weights = wgmma_descriptor(memory.shared, EVEN_WEIGHTS)
-    add_other(sums, weights, wgmma_descriptor(memory.shared, EVEN + 4 * PIECE))
+    add_even(memory, sums)
 
 
 @device
@@ -964,8 +969,7 @@ def weigh_odd(
         new0 = raise_top(even0, x0, scale, margin)
         new1 = raise_top(even1, x1, scale, margin)
         weigh64(scores, scale, new0, new1, weights, fresh)
-    others = wgmma_descriptor(memory.shared, EVEN_WEIGHTS)
-    add_other(sums, others, wgmma_descriptor(memory.shared, EVEN + 4 * PIECE))
+    add_even(memory, sums)
     share(memory, thread, weights, ODD_WEIGHTS, new0, new1, ODD_TOPS)
     bar_arrive(ODD_READY, CONSUMERS)
     if differ(top[0], new0, top[1], new1):
@@ -1020,7 +1024,7 @@ def compute_odd(
 
 
 @device
-def combine_totals(memory, thread, request, top, total, group):
+def combine_totals(memory, thread, top, total, group):
     """Sum a row's totals over its four lanes and both warpgroups; 0 for padding."""
     for distance in (1, 2):  # the 4 lanes of a row
         total[0] += cuda.shfl_xor_sync(FULL_WARP, total[0], distance)
@@ -1028,7 +1032,7 @@ def combine_totals(memory, thread, request, top, total, group):
     at = TOTALS + thread.row
     for r in range(2):
         if memory.floats[SEEING + thread.row + 8 * r] == ZERO:
-            top[r], total[r] = ZERO, ZERO  # top: inf perhaps, as its queries
+            top[r], total[r] = ZERO, ZERO  # its queries may be inf, so its top too
     if thread.t == 0:
         memory.floats[at + group * ROWS] = total[0]
         memory.floats[at + group * ROWS + 8] = total[1]
@@ -1107,6 +1111,15 @@ def log_sum(top, total):
 
 
 @device
+def write_lse(lse, b, row, top0, top1, total0, total1):
+    """Write the lse of a thread's two rows, where there are such."""
+    if row < lse.shape[1]:
+        lse[b, row] = log_sum(top0, total0)
+    if row + 8 < lse.shape[1]:
+        lse[b, row + 8] = log_sum(top1, total1)
+
+
+@device
 def write(floats, number, sums, top, total, out, lse, b, row, t):
     """Write a whole row tile's outputs, lse by those who have its first columns."""
     factor0, factor1 = inverse(total[0]), inverse(total[1])
@@ -1116,10 +1129,7 @@ def write(floats, number, sums, top, total, out, lse, b, row, t):
     write_quarter(floats, number, sums, 64, out, at + 128, rows, factor0, factor1)
     write_quarter(floats, number, sums, 96, out, at + 192, rows, factor0, factor1)
     if number < GROUP and t == 0:
-        if row < lse.shape[1]:
-            lse[b, row] = log_sum(top[0], total[0])
-        if row + 8 < lse.shape[1]:
-            lse[b, row + 8] = log_sum(top[1], total[1])
+        write_lse(lse, b, row, top[0], top[1], total[0], total[1])
 
 
 @device
@@ -1167,7 +1177,7 @@ def post(sums, top, total, posted, tops, totals, place, number, row, t, ints, ke
 
 @device
 def place_of(part, first):
-    """Where a part was posted: one that begins the tile in a block's second place."""
+    """A part's place: its block's second one if it begins the row tile, else first."""
     return np.int32(2 * (first + part) + (1 if part == 0 else 0))
 
 
@@ -1269,16 +1279,23 @@ def merge_chunks(floats, number, parts, begin, chunks, out, lse, b, row_tile):
         row = np.int32(row_tile * ROWS + thread.row)
         column = 8 * (chunk >> 8) + 256 * (chunk >> 7 & 1) + 2 * thread.t
         at = output_at(lse, b, row, column)
-        if quarter == 0 and n < chunks and row < lse.shape[1]:
-            total = row_total(floats, thread.row)
-            write_pair(w, x, out, at, inverse(total))
-            if column == 0:
-                lse[b, row] = log_sum(row_top(floats, thread.row), total)
-        if quarter == 0 and n < chunks and row + 8 < lse.shape[1]:
-            total = row_total(floats, thread.row + 8)
-            write_pair(y, z, out, at + 8 * D_LATENT, inverse(total))
-            if column == 0:
-                lse[b, row + 8] = log_sum(row_top(floats, thread.row + 8), total)
+        if quarter == 0 and n < chunks:
+            above, below = thread.row, thread.row + 8
+            write_merged(floats, above, w, x, out, at, lse, b, row, column)
+            at += 8 * D_LATENT
+            write_merged(
+                floats, below, y, z, out, at, lse, b, np.int32(row + 8), column
+            )
+
+
+@device
+def write_merged(floats, tile_row, x, y, out, at, lse, b, row, column):
+    """Write two merged sums of a row, and its lse with the first of its columns."""
+    if row < lse.shape[1]:
+        total = row_total(floats, tile_row)
+        write_pair(x, y, out, at, inverse(total))
+        if column == 0:
+            lse[b, row] = log_sum(row_top(floats, tile_row), total)
 
 
 @device
@@ -1443,10 +1460,7 @@ def merge_kept(
     if is_merger(ints, 3):
         merge_quarter(memory, number, sums, 96, *args)
     if mine == 0 and number < GROUP and thread.t == 0:
-        if row < lse.shape[1]:
-            lse[b, row] = log_sum(top0, total0)
-        if row + 8 < lse.shape[1]:
-            lse[b, row + 8] = log_sum(top1, total1)
+        write_lse(lse, b, row, top0, top1, total0, total1)
     count_out(counters, number, parts, first)
 
 
@@ -1614,7 +1628,7 @@ def wgmma_kernel(
     while left > 0:
         tiles = np.int32((n_keys + (KEYS - 1)) >> 6)
         count = np.int32(min(np.int32(tiles - tile), left))
-        seen = seen_from(tile, count, prefix_len, room, n_rows, row_tile, heads)
+        ahead = seen_from(tile, count, prefix_len, room, n_rows, row_tile, heads)
         row = np.int32(row_tile * ROWS + thread.row)
         node0 = np.int32(min(divide(row, heads), n_rows - 1))
         node1 = np.int32(min(divide(row + 8, heads), n_rows - 1))
@@ -1627,17 +1641,17 @@ def wgmma_kernel(
         if group == 0:
             parity = compute_even(
                 memory, thread, request, visibility, scores, weights, sums, top, total,
-                fresh, np.int32(tile * KEYS), seen, parity, queries_parity, scale,
+                fresh, np.int32(tile * KEYS), ahead, parity, queries_parity, scale,
                 margin,
             )  # fmt: skip
         else:
             parity = compute_odd(
                 memory, thread, request, visibility, scores, weights, sums, top, total,
-                fresh, np.int32(tile * KEYS), seen, parity, queries_parity, scale,
+                fresh, np.int32(tile * KEYS), ahead, parity, queries_parity, scale,
                 margin,
             )  # fmt: skip
         queries_parity = np.int32(queries_parity ^ 1)
-        combine_totals(memory, thread, request, top, total, group)
+        combine_totals(memory, thread, top, total, group)
         this_b, whole, begins = b, count == tiles, tile == 0
         # Before stores are under way, which loads would wait behind.
         b, row_tile, tile, left, step = advance(
@@ -1840,7 +1854,7 @@ def run(
     out, lse = out.reshape(batch * packed * D_LATENT), lse.reshape(batch, packed)
     tiles = batch * -(-packed // ROWS)
     blocks = grid_size(tiles, -(-room // KEYS), processors, n_splits)
-    parts = at.empty((2 * blocks * POSTED,), np.float32)
+    posted = at.empty((2 * blocks * POSTED,), np.float32)
     tops = at.empty((2 * blocks * ROWS,), np.float32)
     totals = at.empty((2 * blocks * ROWS,), np.float32)
     counters = zeroed_counters(at, out, blocks)
@@ -1860,7 +1874,7 @@ def run(
             ZERO if exact_max else MARGIN,
             out,
             lse,
-            parts,
+            posted,
             tops,
             totals,
             counters,

@@ -6,7 +6,10 @@
 `redux_max`        ``redux.sync.max.s32``: the largest of the warp's 32
 `redux_min`        ``redux.sync.min.u32``: the smallest, unsigned
 `warp_sum`         the sum of the warp's 32, for every lane
+`loads_wide`       whether rows may be loaded so
 `scan_block`       every lane's sum over the lanes before it, and the sum of all
+`clear_bins`       empty a block's histogram of two bins a lane
+`last_bin`         its last bin
 `find_bin`         where in a block's histogram the n-th counted lies
 =================  ================================================================
 
