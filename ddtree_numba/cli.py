@@ -264,6 +264,8 @@ def _read_prompt(given: str | None) -> bytes:
         if sys.stdin is None:
             raise ValueError("--prompt -: standard input is closed")
         prompt = sys.stdin.buffer.read()
+    elif os.path.isdir(given):
+        raise IsADirectoryError(f"--prompt {given}: a folder; expected a file, or text")
     elif os.path.exists(given):
         prompt = Path(given).read_bytes()
     elif _looks_like_a_path(given):

@@ -171,6 +171,7 @@ def fails(capsys, *arguments):
         ([], "the following arguments are required"),
         (["paint"], "invalid choice: 'paint'"),
         (["demo", "--prompt", "no/such.txt"], "--prompt no/such.txt: no such file"),
+        (["demo", "--prompt", "."], "--prompt .: a folder; expected a file, or text"),
         (["demo", "--prompt", ""], "--prompt is empty"),
         (["demo", "--prompt", "x" * 1000], "1001 tokens and 256 are to come"),
         (["demo", "--n-draft-nodes", "-1"], "--n-draft-nodes: -1; expected 0 … 1024"),

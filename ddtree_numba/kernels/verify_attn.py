@@ -771,17 +771,19 @@ def verify_attn(
     prefix_lens : int32 [B]
     visibility : uint32 [B, N, ceil(N/32)]
         A row without any bit is padding and sees nothing, not even the prefix. No row
-        has a bit behind its own: "wgmma" does not look there.
+        has a bit above its own index: "wgmma" does not look there.
     sm_scale : float
         The model's softmax scale; not ``D ** -0.5``.
     d_latent : int
         Dc, at most D; the first Dc columns of a cache row are its value.
     version : {"auto", "simple", "split", "mma", "wgmma"}
-        Which kernel. "mma" and "wgmma" take bfloat16 with D = 576 and Dc = 512, "wgmma"
-        on compute capability 9.0 alone and with `sm_scale` above 0. On a GPU "auto" is
-        "wgmma" where it can run and the work is at least 64 tiles of 64 packed rows
-        (of N · H, request by request) by 64 keys (of S_max), else "mma" where it can
-        run; and "split" for all the rest.
+        Which kernel; NumPy has no versions. "mma" and "wgmma" take bfloat16 (the bits,
+        as of `ddtree_numba.bf16.from_float32`) with D = 576 and Dc = 512, "wgmma" with
+        `sm_scale` above 0, and of GPUs only compute capability 9.0; its first call for
+        an array may not be captured in a graph. In the emulator "auto" is "split". On a
+        GPU it is "wgmma" where that can run and the work is at least 64 tiles of 64
+        packed rows (of N · H, request by request) by 64 keys (of S_max), else "mma"
+        where it can run, and "split" for all the rest.
     n_splits : int, optional
         Parts of the keys that blocks of one row tile work on side by side, cut to
         S_max ("simple" has none); if omitted, as many as keep the card busy at a prefix
@@ -792,6 +794,8 @@ def verify_attn(
         of 2^8, which is faster; weights then round to bfloat16 relative to another
         power of 2, so results differ in the last bits. Other versions are always exact.
     executor : {"gpu", "emulator", "numpy"}, optional
+        If omitted, what DDTREE_EXECUTOR says, else the GPU for device arrays and NumPy
+        for others.
 
     Returns
     -------
@@ -802,9 +806,12 @@ def verify_attn(
     Raises
     ------
     TypeError, ValueError
-        For wrong dtypes, shapes or values. That prefix and tree fit into the cache is
-        checked where the arrays are on the host; device arrays are not looked at, and
-        keys past the cache's end then count as unseen.
+        For wrong dtypes, shapes or values. That prefix and tree fit into the cache, and
+        that no row sees one above its index, is checked where the arrays are on the
+        host; device arrays are not looked at, and keys past the cache's end then count
+        as unseen.
+    RuntimeError
+        If a GPU is asked for and there is none.
     """
     at = place(
         executor,

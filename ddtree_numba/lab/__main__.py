@@ -26,7 +26,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True)
     for name, run, text in (
         ("build", _build, "run notebooks in a clean kernel and write their outputs"),
-        ("check", _check, "say what differs from what build writes"),
+        ("check", _check, "say whose form is not what build writes; runs nothing"),
         ("pictures", _pictures, "write the pictures of their outputs as files"),
     ):
         command = commands.add_parser(name, help=text, description=text)
