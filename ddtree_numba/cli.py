@@ -318,7 +318,8 @@ def _print_trees(run: Generation, out: TextIO) -> None:
         tree, path = _head(trace.tree, trace.path(0), SHOWN_NODES)
         n_drafted = int(trace.tree.n_rows[0]) - 1
         print(
-            f"\nround {number}: {n_drafted} draft nodes, {len(path) - 1} accepted (●), "
+            f"\nround {number}: {n_drafted} draft nodes, "
+            f"{len(path) - 1} accepted (● below the root), "
             f"then the bonus {quoted(decode)([trace.accepted.bonus[0]])}",
             file=out,
         )
