@@ -8,7 +8,6 @@ import functools
 import sys
 
 import numpy as np
-from llvmlite import ir
 from numba import cuda, float32, types
 from numba.cuda.extending import intrinsic
 
@@ -51,38 +50,15 @@ BUGS = {
 }
 
 
-# In attention on tensor cores warps of different trades meet at one barrier, each from
-# a place of its own in the code. PTX allows that to ``bar``, if all of a warp come from
-# the same place; synccheck wants all of the block to. So it gets ``barrier``, which
-# takes 35 instructions more; what it checks besides is the same.
-
-
 @intrinsic
 def barrier_sync(typingctx, barrier, n_threads):
-    """`ptx.bar_sync` for threads that come from anywhere."""
+    """`ptx.bar_sync` for synccheck, which takes ``bar`` to be for threads in one place.
+
+    The warps of a trade of wgmma attention meet from several places in the code, which
+    PTX allows, and ``barrier`` says so: with it, no barrier there is accused.
+    """
     text = "barrier.sync $0, $1;"
     return types.void(barrier, n_threads), ptx._instruction(text, "nn")
-
-
-@intrinsic
-def barrier_or(typingctx, n_threads, flag):
-    """`cuda.syncthreads_or` for a block's threads, which come from anywhere."""
-
-    def codegen(context, builder, signature, args):
-        text = (
-            "{\n.reg .pred mine, any;\nsetp.ne.u32 mine, $1, 0;\n"
-            "barrier.red.or.pred any, 1, $2, mine;\nselp.u32 $0, 1, 0, any;\n}"
-        )
-        given = [
-            context.cast(builder, value, kind, types.uint32)
-            for value, kind in zip(args[::-1], (flag, n_threads), strict=True)
-        ]
-        word = ir.IntType(32)
-        return ptx._assembly(
-            builder, word, text, "=r,r,n", given, memory=True, warp=True
-        )
-
-    return types.uint32(n_threads, flag), codegen
 
 
 def main(tool: str, group: str) -> None:
@@ -91,16 +67,13 @@ def main(tool: str, group: str) -> None:
         at.launch(BUGS[tool], 1, N, at.empty((N,), np.float32))
         cuda.synchronize()
         return
-    # Before any kernel is made: reports then name lines of the source.
+    # Before any kernel but `BUGS` is made: reports then name lines of the source.
     cuda.jit = functools.partial(cuda.jit, lineinfo=True)
     import one_round
 
-    from ddtree_numba.kernels import verify_attn_mma, verify_attn_wgmma
+    from ddtree_numba.kernels import verify_attn_wgmma
 
     if tool == "synccheck":
-        threads = verify_attn_mma.THREADS
-        meet = cuda.jit(device=True)(lambda flag: barrier_or(threads, flag))
-        verify_attn_mma.meet = meet
         verify_attn_wgmma.bar_sync = barrier_sync
     one_round.GROUPS[group]("gpu")
     print(f"one round of {group}: every stage agrees with its reference")
