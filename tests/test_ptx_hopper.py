@@ -17,6 +17,7 @@ from ddtree_numba.kernels.ptx import (
     bar_red_or,
     bar_sync,
     cp_async_bulk_tensor_3d,
+    fence_acq_rel_gpu,
     fence_mbarrier_init,
     fence_proxy_async,
     fence_proxy_tensormap,
@@ -29,6 +30,8 @@ from ddtree_numba.kernels.ptx import (
     st_global_v2_f32,
     st_shared_v2_f32,
     stmatrix_x4,
+    wait_for_at_least,
+    wgmma_4_m64n256k16_bf16_from_registers,
     wgmma_commit_group,
     wgmma_descriptor,
     wgmma_fence,
@@ -217,6 +220,33 @@ def test_pairs_are_stored_whatever_registers_a_warpgroup_has(machine):
     assert (machine.give(out) == np.stack([i, -i], axis=1)).all()
 
 
+# -- blocks that wait for one another -------------------------------------------------
+
+
+@cuda.jit
+def meeting_kernel(parts, count, out):
+    # parts [blocks], count [1] i32, all 0; out [blocks, blocks] i32: what each reads
+    block, i = cuda.blockIdx.x, cuda.threadIdx.x
+    if i == 0:
+        parts[block] = 10 + block
+        fence_acq_rel_gpu()  # what the block posts comes before its count
+        cuda.atomic.add(count, 0, 1)
+        wait_for_at_least(count, 0, cuda.gridDim.x)
+    cuda.syncthreads()  # all blocks have posted their parts
+    if i < cuda.gridDim.x:
+        out[block, i] = parts[i]
+
+
+def meeting_case():
+    return np.zeros(2, np.int32), np.zeros(1, np.int32), np.zeros((2, 2), np.int32)
+
+
+def test_blocks_see_what_was_posted_before_the_counts_they_wait_for(machine):
+    arguments = [machine.put(x) for x in meeting_case()]
+    machine.launch(meeting_kernel, 2, 32, *arguments, cooperative=True)
+    assert machine.give(arguments[2]).tolist() == [[10, 11]] * 2
+
+
 # -- products -------------------------------------------------------------------------
 
 
@@ -264,7 +294,7 @@ def test_scores_of_two_pieces(machine):
 @cuda.jit
 def values_kernel(p, v, out):
     # p [128, 16] u32: bf16 pairs of [64, 64] as in registers; v [64, 256] bf16
-    # out [128, 128] f32: 2 p · v + 1, as in registers
+    # out [128, 128] f32: 3 p · v + 1, as in registers
     tiles = cuda.shared.array((5, PIECE), uint16, alignment=1024)
     sums = cuda.local.array(128, float32)
     weights = cuda.local.array(16, uint32)
@@ -298,6 +328,8 @@ def values_kernel(p, v, out):
     wgmma_m64n256k16_bf16_from_registers(sums, weights, 8, values, 256)
     wgmma_m64n256k16_bf16_from_registers(sums, weights, 12, values, 384)
     wgmma_commit_group()
+    wgmma_4_m64n256k16_bf16_from_registers(sums, weights, values)
+    wgmma_commit_group()
     wgmma_wait_group(0, sums, 128)
     for n in range(128):
         out[i, n] = sums[n]
@@ -308,7 +340,7 @@ def values_case():
     parts = [
         wgmma.registers_of_a(from_float32(p[:, k : k + 16])) for k in (0, 16, 32, 48)
     ]
-    return np.concatenate(parts, axis=1), from_float32(v), 2 * p @ v + 1
+    return np.concatenate(parts, axis=1), from_float32(v), 3 * p @ v + 1
 
 
 def test_values_times_weights_from_memory_and_from_registers(machine):
@@ -329,6 +361,9 @@ def test_nothing_is_wrong_with_these_kernels_in_any_order(order):
     boxes = tensor_map_on("emulator", tensor, BOX)
     out = np.zeros((4, 64), np.uint32)
     report = emulate(ring_kernel, 1, 96, boxes, out, order=order, trace=True)
+    assert report.races == []
+
+    report = emulate(meeting_kernel, 2, 32, *meeting_case(), order=order, trace=True)
     assert report.races == []
 
 
@@ -370,8 +405,14 @@ MAP, I32 = U64[::1], types.int32
             {
                 "setmaxnreg.dec.sync.aligned.u32 40": 1,
                 "setmaxnreg.inc.sync.aligned.u32 232": 1,
+                "st.shared.v2.f32": 1,
                 "st.global.v2.f32": 1,
             },
+        ),
+        (
+            meeting_kernel,
+            (I32[::1], I32[::1], I32[:, ::1]),
+            {"fence.acq_rel.gpu": 1, "ld.acquire.gpu.global.s32": 1},
         ),
         (
             scores_kernel,
@@ -387,12 +428,12 @@ MAP, I32 = U64[::1], types.int32
             values_kernel,
             (U32[:, ::1], U16[:, ::1], F32[:, ::1]),
             {
-                "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16": 8,
+                "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16": 12,
                 "fence.proxy.async.shared::cta": 1,
             },
         ),
     ],
-    ids=["copy", "barriers", "stmatrix", "registers", "scores", "values"],
+    ids=["copy", "barriers", "stmatrix", "registers", "meeting", "scores", "values"],
 )
 def test_a_call_is_one_instruction(kernel, signature, expected):
     text = compile_ptx(kernel, signature, compute_capability=SM_90A)

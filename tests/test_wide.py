@@ -11,11 +11,14 @@ from ddtree_numba.backend import place
 from ddtree_numba.emulator import MisalignedError, emulate
 from ddtree_numba.kernels.wide import (
     PIECE,
+    find_bin,
     load_8,
     load_piece,
     loads_wide,
     redux_max,
     redux_min,
+    scan_block,
+    warp_sum,
 )
 
 
@@ -49,6 +52,44 @@ def load_8_kernel(x, first, out):  # x [V] f32, first i32, out [8] f32
         out[j] = values[j]
 
 
+@cuda.jit
+def sum_kernel(x, out):  # x [32] f32, out [32] f32
+    i = cuda.threadIdx.x
+    out[i] = warp_sum(x[i])
+
+
+@cuda.jit
+def scan_kernel(
+    x,  # [T] i32
+    out,  # out [T, 2] i32
+):
+    totals = cuda.shared.array(32, int32)
+    i = cuda.threadIdx.x
+    out[i, 0], out[i, 1] = scan_block(x[i], totals)
+
+
+BINS = 128
+
+
+@cuda.jit
+def find_bin_kernel(
+    counts,  # [BINS] i32
+    wanted,  # i32
+    out,  # out [BINS / 2, 4] i32: the bin, and what is found beside it
+):
+    histogram = cuda.shared.array(BINS, int32)
+    of_warps = cuda.shared.array(32, int32)
+    found = cuda.shared.array(3, int32)
+    i = cuda.threadIdx.x
+    for n in range(2 * i, 2 * i + 2):
+        histogram[n] = counts[n]
+    if i < 3:
+        found[i] = -1
+    out[i, 0] = find_bin((histogram, of_warps, found), wanted)
+    for n in range(3):
+        out[i, 1 + n] = found[n]
+
+
 def load(logits: np.ndarray, wide: bool, executor: str) -> np.ndarray:
     at = place(executor, logits=logits)
     out = at.empty((len(logits), 32 * PIECE), np.float32)
@@ -77,6 +118,50 @@ def test_the_warp_finds_its_largest_and_smallest(kernel_executor, seed):
     out = at.give(out)
     assert (out[0] == x.max()).all()
     assert (out[1].view(np.uint32) == x.view(np.uint32).min()).all()
+
+
+def test_every_lane_has_the_sum_of_the_warp(kernel_executor):
+    x = np.random.default_rng(0).integers(-99, 99, 32).astype(np.float32)
+    at = place(kernel_executor, x=x)
+    out = at.empty((32,), np.float32)
+    at.launch(sum_kernel, 1, 32, at.put(x), out)
+    assert (at.give(out) == x.sum()).all()
+
+
+@pytest.mark.parametrize("lanes", [32, 96, 1024])
+def test_every_lane_has_the_sum_of_those_before_it(kernel_executor, lanes):
+    x = np.random.default_rng(lanes).integers(-99, 99, lanes, np.int32)
+    at = place(kernel_executor, x=x)
+    out = at.empty((lanes, 2), np.int32)
+    at.launch(scan_kernel, 1, lanes, at.put(x), out)
+    out = at.give(out)
+    assert (out[:, 0] == np.cumsum(x) - x).all()
+    assert (out[:, 1] == x.sum()).all()
+
+
+def find(counts: np.ndarray, wanted: int, executor: str) -> np.ndarray:
+    at = place(executor, counts=counts)
+    out = at.empty((BINS // 2, 4), np.int32)
+    at.launch(find_bin_kernel, 1, BINS // 2, at.put(counts), np.int32(wanted), out)
+    return at.give(out)
+
+
+@pytest.mark.parametrize("bin_", [2, 3, 70, 127])
+def test_the_bin_of_the_first_and_of_the_last_counted_in_it(kernel_executor, bin_):
+    """A lane's first bin and its second, in both warps; the first two are empty."""
+    counts = np.random.default_rng(0).integers(0, 4, BINS, np.int32)
+    counts[:2], counts[bin_] = 0, 3
+    upto = counts[: bin_ + 1].sum()
+    for wanted in (upto - 2, upto):
+        found = find(counts, wanted, kernel_executor)
+        assert (found == [bin_, bin_, upto - 3, upto]).all()
+
+
+def test_it_is_the_last_bin_if_too_few_are_counted(kernel_executor):
+    counts = np.zeros(BINS, np.int32)
+    counts[[5, 90]] = 2, 1
+    found = find(counts, 4, kernel_executor)
+    assert (found == [BINS - 1, -1, -1, -1]).all()
 
 
 def test_the_emulator_sees_a_misaligned_wide_load():
