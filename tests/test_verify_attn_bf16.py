@@ -87,6 +87,22 @@ def assert_close(found, case, rows=slice(None), sm_scale=SCALE):
     np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=score)
 
 
+def flashmla_case(prefix_lens, **options):
+    """A cache drawn as in FlashMLA's tests, whose table is for outputs well below 1."""
+    q, cache, *tree = bf16_case(7, 33, 64, prefix_lens, **options)
+    tenth = np.clip(bf16.to_float32(cache) / 10, -1, 1)
+    return q, bf16.from_float32(tenth), *tree
+
+
+def assert_flashmla(found, case):
+    """Within the tolerances of FlashMLA's tests."""
+    expected = dense(*case, d_latent=512)
+    np.testing.assert_allclose(found[0], expected[0], rtol=2.01 / 128, atol=8e-4)
+    np.testing.assert_allclose(found[1], expected[1], rtol=8.01 / 65536, atol=1e-6)
+    a, b = found[0].astype(float), expected[0]
+    assert 1 - 2 * (a * b).sum() / (a * a + b * b).sum() < 5e-6
+
+
 def averages(prefixes, tails, parents):
     """Queries 0, and cache rows of one value each."""
     return to_bf16(*constant_case(prefixes, tails, parents, 512, 64))
@@ -211,16 +227,10 @@ def test_a_nan_reaches_only_the_rows_that_see_it(how, prefix_len, element):
 
 @GPU_WAYS
 def test_two_million_elements_within_flashmla_tolerances(how):
-    q, cache, *tree = bf16_case(7, 33, 64, [2048, 1000])
-    # Its tests draw the cache like this; the table is for outputs well below 1.
-    tenth = np.clip(bf16.to_float32(cache) / 10, -1, 1)
-    case = q, bf16.from_float32(tenth), *tree
-    found, expected = attend(how, case), dense(*case, d_latent=512)
+    case = flashmla_case([2048, 1000])
+    found = attend(how, case)
     assert found[0].size > 2_000_000
-    np.testing.assert_allclose(found[0], expected[0], rtol=2.01 / 128, atol=8e-4)
-    np.testing.assert_allclose(found[1], expected[1], rtol=8.01 / 65536, atol=1e-6)
-    a, b = found[0].astype(float), expected[0]
-    assert 1 - 2 * (a * b).sum() / (a * a + b * b).sum() < 5e-6
+    assert_flashmla(found, case)
 
 
 @GPU_WAYS

@@ -15,7 +15,13 @@ from test_verify_attn import (
     YARN_SCALE,
     constant_case,
     dense,
-    random_case,
+)
+from test_verify_attn_bf16 import (
+    BF16_NAN,
+    assert_flashmla,
+    bf16_case,
+    flashmla_case,
+    sizes,
 )
 
 from ddtree_numba import backend, bf16
@@ -25,7 +31,6 @@ from ddtree_numba.kernels import verify_attn_wgmma as module
 from ddtree_numba.kernels.verify_attn import verify_attn
 from ddtree_numba.tree import DraftTree
 
-BF16_NAN = 0x7FC0
 # A chain of 36 tensor-core sums that cut off, of scores up to 100, times the scale.
 LSE, LSE_OF_LARGE = 3e-5, 4e-6
 # A weight's rounding to bfloat16, and what the score's error adds to it.
@@ -45,23 +50,9 @@ def _outputs_start_as_nan(monkeypatch):
     monkeypatch.setattr(backend.Place, "empty", poisoned)
 
 
-def bf16_case(seed, n, heads, prefix_lens, **options):
-    rng = np.random.default_rng(seed)
-    q, cache, *tree = random_case(rng, n, heads, 512, 64, prefix_lens, **options)
-    return bf16.from_float32(q), bf16.from_float32(cache), *tree
-
-
 def attend(executor, case, **options):
     options = {"version": "wgmma", "executor": executor, "d_latent": 512} | options
     return verify_attn(*case, **{"sm_scale": SCALE} | options)
-
-
-def sizes(q, cache, *rest, sm_scale):
-    """The weighted sum of the values' magnitudes: what errors of weights multiply."""
-    q, cache = bf16.to_float32(q), bf16.to_float32(cache)
-    unscored = np.concatenate([np.zeros_like(q[..., :512]), q], axis=-1)
-    magnitudes = np.concatenate([np.abs(cache[..., :512]), cache], axis=-1)
-    return dense(unscored, magnitudes, *rest, d_latent=512, sm_scale=sm_scale)[0]
 
 
 def assert_close(found, case, rows=slice(None), sm_scale=SCALE):
@@ -143,13 +134,19 @@ def launch_watched(monkeypatch):
     return races
 
 
-@pytest.mark.parametrize(("n_splits", "blocks"), [(3, 5), (4, 8), (5, 9)])
-def test_parts_of_row_tiles_are_merged_whoever_has_them(n_splits, blocks, monkeypatch):
+@pytest.mark.parametrize(
+    ("n_splits", "blocks", "prefix_len"),
+    [(3, 5, 300), (4, 8, 230), (5, 9, 300)],
+    ids=["a-block-in-both", "all-kept", "more-than-keepers"],
+)
+def test_parts_of_row_tiles_are_merged_whoever_has_them(
+    n_splits, blocks, prefix_len, monkeypatch
+):
     # Two row tiles of four or five tiles of keys. Over an odd number of blocks the one
     # in the middle has a part of both, beside blocks that end with the first.
     monkeypatch.setattr(verify_attn_module, "_multiprocessors", lambda at: blocks)
     races = launch_watched(monkeypatch)
-    case = bf16_case(2, 2, 33, [230 if n_splits == 4 else 300])
+    case = bf16_case(2, 2, 33, [prefix_len])
     assert_close(attend("emulator", case, n_splits=n_splits), case)
     assert races == []
 
@@ -211,16 +208,8 @@ def test_lanes_may_run_in_any_order_and_never_race(monkeypatch):
 @pytest.mark.parametrize("exact_max", [False, True], ids=["lazy", "exact"])
 @pytest.mark.parametrize("shape", ["chain", "wide", "deep"])
 def test_full_size_within_flashmla_tolerances(shape, exact_max):
-    q, cache, *tree = bf16_case(7, 33, 64, [2048], shape=shape)
-    # Its tests draw the cache like this; the table is for outputs well below 1.
-    tenth = np.clip(bf16.to_float32(cache) / 10, -1, 1)
-    case = q, bf16.from_float32(tenth), *tree
-    found = attend("gpu", case, exact_max=exact_max)
-    expected = dense(*case, d_latent=512)
-    np.testing.assert_allclose(found[0], expected[0], rtol=2.01 / 128, atol=8e-4)
-    np.testing.assert_allclose(found[1], expected[1], rtol=8.01 / 65536, atol=1e-6)
-    a, b = found[0].astype(float), expected[0]
-    assert 1 - 2 * (a * b).sum() / (a * a + b * b).sum() < 5e-6
+    case = flashmla_case([2048], shape=shape)
+    assert_flashmla(attend("gpu", case, exact_max=exact_max), case)
 
 
 @pytest.mark.gpu
