@@ -32,10 +32,10 @@ def printed(result, what):
 def run(path, record_property):
     """Run the notebook; pytest's summary lists its cells among all, slowest first."""
 
-    def run(notebook, seconds=SECONDS):
+    def run(notebook, limit=SECONDS):
         start = time.perf_counter()
         result = notebooks.run(notebook)
-        assert time.perf_counter() - start < seconds
+        assert time.perf_counter() - start < limit
         for cell, seconds in result.seconds:
             first = result.notebook.cells[cell].source.split("\n")[0]
             record_property("cell", (seconds, f"{path.stem}, cell {cell}: {first}"))
@@ -68,7 +68,7 @@ def test_runs_on_the_gpu_and_says_so(path, run, monkeypatch):
     monkeypatch.setenv("DDTREE_EXECUTOR", "gpu")
     number = path.name[:2]
     solved = notebooks.solved(notebooks.read(path), number)
-    result = run(solved, seconds=COMPILING_SECONDS)
+    result = run(solved, limit=COMPILING_SECONDS)
     assert "ddtree_numba on gpu" in printed(result, "lab.start()")
     assert "cases pass." in printed(result, "lab.check(")
 
