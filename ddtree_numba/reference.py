@@ -263,7 +263,8 @@ def visibility(parents: np.ndarray, n_rows: np.ndarray) -> np.ndarray:
 
 def visible_keys(words: np.ndarray, prefix_len: int) -> np.ndarray:
     """Cache rows that a tree row attends to: the prefix, and its bits in the tail."""
-    bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+    octets = np.ascontiguousarray(words).view(np.uint8)
+    bits = np.unpackbits(octets, bitorder="little")
     # A padding row has no bit at all, not even its own: it sees nothing.
     prefix = np.arange(prefix_len if bits.any() else 0)
     return np.concatenate([prefix, prefix_len + np.flatnonzero(bits)])

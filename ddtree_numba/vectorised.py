@@ -25,7 +25,8 @@ def verify_attn(
     out = np.zeros((batch, n, heads, d_latent), np.float32)
     lse = np.full((batch, n, heads), -np.inf, np.float32)
     for b in range(batch):
-        bits = np.unpackbits(visibility[b].view(np.uint8), axis=1, bitorder="little")
+        octets = np.ascontiguousarray(visibility[b]).view(np.uint8)
+        bits = np.unpackbits(octets, axis=1, bitorder="little")
         bits = bits[:, :n].astype(bool)
         live = np.flatnonzero(bits.any(axis=1))
         if not live.size:

@@ -4,6 +4,7 @@ Python compiles the end of a ``try`` once for each way out of it, and from 3.12 
 follows a conditional expression behind ``return`` once for each branch.
 """
 
+import ast
 import dis
 
 import numpy as np
@@ -126,6 +127,18 @@ def test_calls_of_one_position_in_the_source_are_one_place():
 def test_without_positions_every_instruction_is_a_place_of_its_own():
     code = two_ways_out.py_func.__code__.replace(co_linetable=b"")
     assert calls(code) and all(offset == first for offset, first in calls(code))
+
+
+def test_generated_code_with_one_position_everywhere_has_places_of_its_own():
+    tree = ast.parse("def f(x):\n    x(1)\n    x(2)")
+    for node in ast.walk(tree):
+        for edge in ("lineno", "end_lineno", "col_offset", "end_col_offset"):
+            if hasattr(node, edge):
+                setattr(node, edge, int("line" in edge))
+    space = {}
+    exec(compile(tree, "generated", "exec"), space)
+    found = calls(space["f"].__code__)
+    assert len(found) == 2 and all(offset == first for offset, first in found)
 
 
 def test_an_inline_cache_belongs_to_its_instruction():

@@ -605,6 +605,20 @@ def refuse(error, match, *, replace=None, **options):
         verify_attn(**arguments)
 
 
+@pytest.mark.parametrize("executor", ["numpy", "emulator"])
+def test_one_tree_may_be_broadcast_to_a_batch(executor):
+    q, cache, lens, visibility = random_case(np.random.default_rng(0), 33, 1, 4, 4, [0])
+    shared = [np.broadcast_to(x, (2, *x.shape[1:])) for x in (q, cache, visibility)]
+    across = np.repeat(visibility, 2, axis=2)[..., ::2]  # words apart
+    options = {"sm_scale": SCALE, "d_latent": 4, "executor": executor}
+    expected, _ = verify_attn(q, cache, lens, visibility, **options)
+    for x in (shared[2], np.concatenate([across, across])):
+        out, _ = verify_attn(*shared[:2], np.repeat(lens, 2), x, **options)
+        np.testing.assert_array_equal(out, np.concatenate([expected, expected]))
+    out, _ = verify_attn(q, cache, lens, across, **options)
+    np.testing.assert_array_equal(out, expected)
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float64])
 def test_other_dtypes_are_refused(dtype):
     with np.errstate(invalid="ignore"):

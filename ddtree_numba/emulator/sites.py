@@ -31,7 +31,7 @@ class Instructions(NamedTuple):
     first : numpy.ndarray
         Where the first of the same opcode and position in the source begins, int32.
         It is the instruction itself if positions are not known
-        (``python -X no_debug_ranges``).
+        (``python -X no_debug_ranges``), or without width, as in generated code.
     variables : list of str or None
         What variable each stores to.
     """
@@ -49,7 +49,7 @@ class Instructions(NamedTuple):
         for each in dis.get_instructions(code):
             position = each.positions
             place = each.opcode, position
-            if position is None or None in position:
+            if position is None or None in position or position[::2] == position[1::2]:
                 place = each.offset, None
             offsets.append(each.offset)
             first.append(known.setdefault(place, each.offset))

@@ -891,7 +891,7 @@ def _check_scalars(
 
 def _check_fit(prefix_lens: np.ndarray, visibility: np.ndarray, room: int) -> None:
     """Raise ValueError unless prefix and visible tail rows of every request fit."""
-    octets = visibility.astype("<u4").view(np.uint8)
+    octets = np.ascontiguousarray(visibility, "<u4").view(np.uint8)
     bits = np.unpackbits(octets, axis=2, bitorder="little")
     rows, columns = np.arange(bits.shape[1]), np.arange(bits.shape[2])
     for b, i, j in np.argwhere(bits * (columns > rows[:, None])):
