@@ -613,7 +613,8 @@ def test_one_tree_may_be_broadcast_to_a_batch(executor):
     options = {"sm_scale": SCALE, "d_latent": 4, "version": "simple"}
     options["executor"] = executor
     expected, _ = verify_attn(q, cache, lens, visibility, **options)
-    for x in (shared[2], np.concatenate([across, across])):
+    swapped = np.concatenate([across, across]).swapaxes(1, 2).copy().swapaxes(1, 2)
+    for x in (shared[2], np.concatenate([across, across]), swapped):
         out, _ = verify_attn(*shared[:2], np.repeat(lens, 2), x, **options)
         np.testing.assert_array_equal(out, np.concatenate([expected, expected]))
     out, _ = verify_attn(q, cache, lens, across, **options)

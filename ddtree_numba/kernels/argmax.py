@@ -33,6 +33,7 @@ from ddtree_numba.kernels.wide import (
     load_piece,
     loads_wide,
     redux_min,
+    warp_max,
 )
 
 THREADS = 128
@@ -45,10 +46,8 @@ NOBODY = 0xFFFFFFFF  # behind every piece
 @cuda.jit(device=True)
 def best_of_warp(best, start):
     """Highest value of a warp and the lowest start that goes with it."""
-    mine = best
-    for distance in (16, 8, 4, 2, 1):
-        best = cuda.libdevice.fmaxf(best, cuda.shfl_xor_sync(FULL_WARP, best, distance))
-    return best, redux_min(start if mine == best else np.uint32(NOBODY))
+    highest = warp_max(best)
+    return highest, redux_min(start if best == highest else np.uint32(NOBODY))
 
 
 @cuda.jit

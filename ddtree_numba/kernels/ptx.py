@@ -492,29 +492,26 @@ def cvt_rn_bf16x2(typingctx, low, high):
     return types.uint32(types.float32, types.float32), codegen
 
 
-def _of_pairs(name):
+def _of_pairs(name: str) -> Any:
     """An instruction of two pairs of bfloat16, each in a uint32."""
 
-    def typing(typingctx, x, y):
-        def codegen(context, builder, signature, args):
-            text = f"{name}.bf16x2 $0, $1, $2;"
-            return _assembly(builder, _I32, text, "=r,r,r", list(args), memory=False)
+    def codegen(context, builder, signature, args):
+        text = f"{name}.bf16x2 $0, $1, $2;"
+        return _assembly(builder, _I32, text, "=r,r,r", list(args), memory=False)
 
-        return types.uint32(types.uint32, types.uint32), codegen
-
-    return typing
+    return types.uint32(types.uint32, types.uint32), codegen
 
 
 @intrinsic
 def max_bf16x2(typingctx, x, y):
     """``max.bf16x2``: the larger of two bfloat16 each; the other one if one is NaN."""
-    return _of_pairs("max")(typingctx, x, y)
+    return _of_pairs("max")
 
 
 @intrinsic
 def min_bf16x2(typingctx, x, y):
     """``min.bf16x2``: the smaller of two bfloat16 each; the other one if one is NaN."""
-    return _of_pairs("min")(typingctx, x, y)
+    return _of_pairs("min")
 
 
 @intrinsic
@@ -538,21 +535,15 @@ def _(lane: Executing, low: Any, high: Any) -> int:
     return int(bits[0] | bits[1] << 16)
 
 
-def _halves(pair: Any) -> np.ndarray:
-    """The two bfloat16 of a uint32, as float32."""
-    return to_float32(np.array([pair & 0xFFFF, pair >> 16], np.uint16))
-
-
-@emulation(max_bf16x2)
-def _(lane: Executing, x: Any, y: Any) -> int:
-    low, high = from_float32(np.fmax(_halves(x), _halves(y)))
+def _half_by_half(function: np.ufunc, x: Any, y: Any) -> int:
+    """A function of float32 on each two bfloat16 of two uint32."""
+    pairs = np.array([[pair & 0xFFFF, pair >> 16] for pair in (x, y)], np.uint16)
+    low, high = from_float32(function(*to_float32(pairs)))
     return int(low) | int(high) << 16
 
 
-@emulation(min_bf16x2)
-def _(lane: Executing, x: Any, y: Any) -> int:
-    low, high = from_float32(np.fmin(_halves(x), _halves(y)))
-    return int(low) | int(high) << 16
+emulation(max_bf16x2)(lambda lane, x, y: _half_by_half(np.fmax, x, y))
+emulation(min_bf16x2)(lambda lane, x, y: _half_by_half(np.fmin, x, y))
 
 
 @emulation(ex2_approx)
@@ -933,39 +924,34 @@ def stmatrix_x4(typingctx, array, index, r0, r1, r2, r3):
     return signature, codegen
 
 
+def _store_pair(array: Any, index: Any, space: str, number: int, letter: str) -> Any:
+    """A store of two float32; letter : the register of an address in that space."""
+    _check_index(array, index)
+    signature = types.void(array, index, types.float32, types.float32)
+
+    def codegen(context, builder, signature, args):
+        at = _address(context, builder, signature.args[:2], args[:2], number)
+        text = f"st.{space}.v2.f32 [$0], {{$1, $2}};"
+        operands, kinds = [at, *args[2:]], f"{letter},f,f"
+        _assembly(builder, ir.VoidType(), text, kinds, operands, memory=True)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
 @intrinsic
 def st_global_v2_f32(typingctx, array, index, first, second):
     """``st.global.v2.f32``: two neighbouring float32 by one store.
 
     array, index : a global array and the first element, at a multiple of 8 bytes
     """
-    _check_index(array, index)
-    signature = types.void(array, index, types.float32, types.float32)
-
-    def codegen(context, builder, signature, args):
-        at = _address(context, builder, signature.args[:2], args[:2], _GLOBAL)
-        text = "st.global.v2.f32 [$0], {$1, $2};"
-        operands = [at, *args[2:]]
-        _assembly(builder, ir.VoidType(), text, "l,f,f", operands, memory=True)
-        return context.get_dummy_value()
-
-    return signature, codegen
+    return _store_pair(array, index, "global", _GLOBAL, "l")
 
 
 @intrinsic
 def st_shared_v2_f32(typingctx, array, index, first, second):
     """``st.shared.v2.f32``: as `st_global_v2_f32`, in a shared array."""
-    _check_index(array, index)
-    signature = types.void(array, index, types.float32, types.float32)
-
-    def codegen(context, builder, signature, args):
-        at = _address(context, builder, signature.args[:2], args[:2], _SHARED)
-        text = "st.shared.v2.f32 [$0], {$1, $2};"
-        operands = [at, *args[2:]]
-        _assembly(builder, ir.VoidType(), text, "r,f,f", operands, memory=True)
-        return context.get_dummy_value()
-
-    return signature, codegen
+    return _store_pair(array, index, "shared", _SHARED, "r")
 
 
 # -- blocks that wait for one another (sm_70) -----------------------------------------

@@ -65,6 +65,7 @@ from ddtree_numba.kernels.wide import (
     load_piece,
     loads_wide,
     redux_max,
+    warp_max,
     warp_sum,
 )
 
@@ -174,15 +175,6 @@ def merge_warp(top, total):
         top, total = merge_sums(top, total, other_top, other_total)
         distance //= 2
     return top, total
-
-
-@cuda.jit(device=True)
-def warp_max(x):
-    """The largest of the warp's x that is a number, for every lane."""
-    for step in range(5):
-        y = cuda.shfl_xor_sync(FULL_WARP, x, 16 >> step)
-        x = cuda.libdevice.fmaxf(x, y)
-    return x
 
 
 @cuda.jit(device=True)

@@ -56,13 +56,11 @@ from ddtree_numba.backend import (
     to_float32,
     whole_number,
 )
-from ddtree_numba.kernels.wide import warp_sum
+from ddtree_numba.kernels.wide import FULL_WARP, WARP, warp_max, warp_sum
 from ddtree_numba.tree import n_words
 
 MAX_SCALE = 1e30  # its product with a score must not leave float32's range
 VERSIONS = ("auto", "simple", "split", "mma", "wgmma")
-WARP = 32
-FULL_WARP = 0xFFFFFFFF
 LN_2 = np.float32(math.log(2))
 MINUS_INF = np.float32(-math.inf)
 ZERO = np.float32(0.0)
@@ -213,14 +211,6 @@ def bounds(prefix_lens, b, kv_cache, n_rows):
     room = kv_cache.shape[1]
     prefix_len = min(max(prefix_lens[b], 0), room)
     return prefix_len, min(prefix_len + n_rows, room)
-
-
-@cuda.jit(device=True)
-def warp_max(x):
-    """The largest x of the warp, for every lane."""
-    for distance in (16, 8, 4, 2, 1):
-        x = cuda.libdevice.fmaxf(x, cuda.shfl_xor_sync(FULL_WARP, x, distance))
-    return x
 
 
 # ----------------------------------------------------------------------- simple version
@@ -891,15 +881,19 @@ def _check_scalars(
 
 def _check_fit(prefix_lens: np.ndarray, visibility: np.ndarray, room: int) -> None:
     """Raise ValueError unless prefix and visible tail rows of every request fit."""
-    octets = np.ascontiguousarray(visibility, "<u4").view(np.uint8)
-    bits = np.unpackbits(octets, axis=2, bitorder="little")
-    rows, columns = np.arange(bits.shape[1]), np.arange(bits.shape[2])
-    for b, i, j in np.argwhere(bits * (columns > rows[:, None])):
+    n, words = visibility.shape[1:]
+    upper = np.packbits(~np.tri(n, 32 * words, dtype=bool), axis=1, bitorder="little")
+    behind = visibility & upper.view("<u4")
+    for b, i, word in np.argwhere(behind):
+        found = int(behind[b, i, word])
+        j = 32 * word + (found & -found).bit_length() - 1
         raise ValueError(
             f"visibility, request {b}, row {i} has bit {j}; expected bits of rows "
             f"0 … {i}: a node comes after its ancestors"
         )
-    tails = np.where(bits.any(axis=1), columns + 1, 0).max(axis=1, initial=0)
+    seen = np.ascontiguousarray(np.bitwise_or.reduce(visibility, axis=1), "<u4")
+    bits = np.unpackbits(seen.view(np.uint8), axis=1, bitorder="little")
+    tails = np.where(bits, np.arange(1, bits.shape[1] + 1), 0).max(axis=1, initial=0)
     for b in np.flatnonzero((prefix_lens < 0) | (prefix_lens + tails > room)):
         raise ValueError(
             f"prefix_lens[{b}] is {prefix_lens[b]}; expected 0 … {room - tails[b]} "
@@ -913,22 +907,21 @@ def _choose_version(
     """What "auto" stands for here; raises what keeps a version from the inputs."""
     q, kv_cache, *_ = inputs
 
-    def wgmma_problem() -> Exception | None:
-        return verify_attn_wgmma.problem(at, q, kv_cache, sm_scale, d_latent)
-
-    def mma_problem() -> Exception | None:
-        return verify_attn_mma.problem(at, q, kv_cache, d_latent)
+    def problem(version: str) -> Exception | None:
+        if version == "wgmma":
+            return verify_attn_wgmma.problem(at, q, kv_cache, sm_scale, d_latent)
+        if version == "mma":
+            return verify_attn_mma.problem(at, q, kv_cache, d_latent)
+        return None
 
     if version == "auto":
         if at.executor != "gpu":
             return "split"
-        if verify_attn_wgmma.pays(q, kv_cache) and not wgmma_problem():
+        if verify_attn_wgmma.pays(q, kv_cache) and not problem("wgmma"):
             return "wgmma"
-        return "split" if mma_problem() else "mma"
-    problems = {"wgmma": wgmma_problem, "mma": mma_problem}
-    problem = problems[version]() if version in problems else None
-    if problem:
-        raise problem
+        return "split" if problem("mma") else "mma"
+    if found := problem(version):
+        raise found
     return version
 
 
@@ -1048,6 +1041,23 @@ def _multiprocessors(at: Place) -> int:
     if at.executor != "gpu":
         return 1
     return cuda.get_current_device().MULTIPROCESSOR_COUNT
+
+
+def bf16_problem(
+    version: str, q: Any, d_latent: int, expected: tuple[int, int]
+) -> Exception | None:
+    """The error for what is no bfloat16 of D and d_latent as expected, or None."""
+    if q.dtype != np.uint16:
+        return TypeError(
+            f"version '{version}' and q has dtype {q.dtype}; expected uint16 (bf16 "
+            "bits)"
+        )
+    if (q.shape[3], d_latent) != expected:
+        return ValueError(
+            f"version '{version}' and D is {q.shape[3]}, d_latent is {d_latent}; "
+            f"expected {expected[0]} and {expected[1]}"
+        )
+    return None
 
 
 def rows_start_at(n: int, x: Any) -> bool:

@@ -70,16 +70,17 @@ from ddtree_numba.kernels.ptx import (
     mma_m16n8k16_bf16,
 )
 from ddtree_numba.kernels.verify_attn import (
-    FULL_WARP,
     LN_2,
     MINUS_INF,
     ZERO,
+    bf16_problem,
     bounds,
     is_padding,
     load4,
     rows_start_at,
     store4,
 )
+from ddtree_numba.kernels.wide import FULL_WARP
 
 D, D_LATENT = 576, 512  # columns of a cache row, and those that are its value
 ROWS = 64  # packed rows of a block
@@ -639,15 +640,8 @@ def make_kernel(form: Form) -> Any:
 
 def problem(at: Place, q: Any, kv_cache: Any, d_latent: int) -> Exception | None:
     """What keeps this version from a call, as the error to raise; None if nothing."""
-    if q.dtype != np.uint16:
-        return TypeError(
-            f"version 'mma' and q has dtype {q.dtype}; expected uint16 (bf16 bits)"
-        )
-    if (q.shape[3], d_latent) != (D, D_LATENT):
-        return ValueError(
-            f"version 'mma' and D is {q.shape[3]}, d_latent is {d_latent}; expected "
-            f"{D} and {D_LATENT}"
-        )
+    if found := bf16_problem("mma", q, d_latent, (D, D_LATENT)):
+        return found
     for name, x in (("q", q), ("kv_cache", kv_cache)):
         if not rows_start_at(8, x):
             return ValueError(

@@ -114,16 +114,16 @@ from ddtree_numba.kernels.ptx import (
     wgmma_wait_group,
 )
 from ddtree_numba.kernels.verify_attn import (
-    FULL_WARP,
     LN_2,
     MINUS_INF,
-    WARP,
     ZERO,
+    bf16_problem,
     is_padding,
     load4,
     rows_start_at,
     store4,
 )
+from ddtree_numba.kernels.wide import FULL_WARP, WARP
 
 D, D_LATENT = 576, 512  # columns of a cache row, and those that are its value
 ROWS = 64  # packed rows of a block
@@ -1704,15 +1704,8 @@ def problem(
     at: Place, q: Any, kv_cache: Any, sm_scale: float, d_latent: int
 ) -> Exception | None:
     """What keeps this version from a call, as the error to raise; None if nothing."""
-    if q.dtype != np.uint16:
-        return TypeError(
-            f"version 'wgmma' and q has dtype {q.dtype}; expected uint16 (bf16 bits)"
-        )
-    if (q.shape[3], d_latent) != (D, D_LATENT):
-        return ValueError(
-            f"version 'wgmma' and D is {q.shape[3]}, d_latent is {d_latent}; expected "
-            f"{D} and {D_LATENT}"
-        )
+    if found := bf16_problem("wgmma", q, d_latent, (D, D_LATENT)):
+        return found
     if not sm_scale > 0:
         return ValueError(
             f"version 'wgmma' and sm_scale is {sm_scale}; expected one above 0"

@@ -5,6 +5,7 @@
 `load_piece`       eight logits of a row, by such loads if they may be
 `redux_max`        ``redux.sync.max.s32``: the largest of the warp's 32
 `redux_min`        ``redux.sync.min.u32``: the smallest, unsigned
+`warp_max`         the largest of the warp's 32, for every lane
 `warp_sum`         the sum of the warp's 32, for every lane
 `loads_wide`       whether rows may be loaded so
 `scan_block`       every lane's sum over the lanes before it, and the sum of all
@@ -129,6 +130,15 @@ def _(lane: Executing, x: Any) -> int:
 @emulation(redux_min)
 def _(lane: Executing, x: Any) -> int:
     return lane.together("redux.min", int(x), lambda given: [min(given)] * len(given))
+
+
+@cuda.jit(device=True)
+def warp_max(x):
+    """The largest of the warp's x that is a number, for every lane."""
+    for step in range(5):
+        y = cuda.shfl_xor_sync(FULL_WARP, x, 16 >> step)
+        x = cuda.libdevice.fmaxf(x, y)
+    return x
 
 
 @cuda.jit(device=True)
