@@ -66,6 +66,20 @@ def test_splits_do_not_change_the_result(kernel_executor, use_form):
     assert_close(attend(kernel_executor, case, n_splits=3), case)
 
 
+@pytest.mark.parametrize("row", [0, 63], ids=["first", "last"])
+def test_sums_shrink_where_the_scores_of_a_single_row_rise(
+    kernel_executor, row, use_form
+):
+    use_form(SMALL)
+    q, cache, lens, visibility = bf16_case(14, 4, 16, [32])  # one row tile
+    rows = q.reshape(64, 576)
+    rows[np.arange(64) != row] = 0  # their scores are all the same
+    for n in range(3):  # tiles
+        cache[0, 16 * n :] = bf16.from_float32(bf16.to_float32(cache[0, 16 * n :]) * 2)
+    case = q, cache, lens, visibility
+    assert_close(attend(kernel_executor, case), case)
+
+
 @pytest.mark.parametrize("element", [510, 511, 575])
 def test_a_nan_reaches_only_the_rows_that_see_it(kernel_executor, element, use_form):
     use_form(SMALL)

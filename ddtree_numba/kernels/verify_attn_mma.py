@@ -60,6 +60,8 @@ from numba import cuda
 
 from ddtree_numba.backend import Place
 from ddtree_numba.kernels.ptx import (
+    bar_arrive,
+    bar_sync,
     cp_async_16_zfill,
     cp_async_commit_group,
     cp_async_wait_group,
@@ -90,6 +92,9 @@ GROUP = 64  # columns of a tile: the length of a swizzle, and a warp's share of 
 GROUPS = D // GROUP
 ROW_PARTS, COLUMN_PARTS = ROWS // 16, GROUP // 8  # fragments of a warp's sums
 TILES_AT = ROWS * D  # in shared memory
+# Named barriers (0 is that of the whole block): two for a meeting, one a trade.
+A, B = 1, 3
+SCORERS, ADDERS = 0, 1
 ONE = np.float32(1.0)
 ALL = 0xFFFFFFFF  # bits of a word
 # For `choose_splits`, in tiles: what a block, a merge, and a block's part of it cost.
@@ -168,13 +173,16 @@ def request_rows(shared, at, source, first, end, count):
     cp_async_commit_group()
 
 
-@cuda.jit(device=True)
-def meet(flag):
-    """Wait for the whole block; whether anyone brings a flag.
+@cuda.jit(device=True, forceinline=True)
+def meet(pair, trade):
+    """Wait for the whole block, as a warp of a trade, at one of two pairs of barriers.
 
-    Both trades wait at this one barrier.
+    Each trade waits at a barrier of its own, at which the other only arrives: all who
+    wait at one are then at the same place in the code. Meetings take A and B in turn,
+    since warps may still be on their way to wait for the one before.
     """
-    return cuda.syncthreads_or(flag)
+    bar_arrive(pair + 1 - trade, THREADS)
+    bar_sync(pair + trade, THREADS)
 
 
 # -------------------------------------------------------------------------------- q · k
@@ -289,9 +297,9 @@ def hide(visibility, b, packed, heads, key, prefix_len, n_keys, lane, parts, sco
 def weigh_tile(
     scores, parts, keys, row, lane, top, total, shrinks, weights_at, weights
 ):
-    """Turn scores into weights, for all warps to read; returns whether a top moved.
+    """Turn scores into weights, for all warps to read.
 
-    Also what older sums shrink by, where it did.
+    Also what older sums shrink by: 1 where the top has not moved.
     """
     highest = cuda.local.array(2, np.float32)
     for r in range(2):
@@ -303,13 +311,10 @@ def weigh_tile(
         for r in range(2):
             other = cuda.shfl_xor_sync(FULL_WARP, highest[r], distance)
             highest[r] = cuda.libdevice.fmaxf(highest[r], other)
-    moved = np.int32(0)
     for r in range(2):
         # What an unseen key weighs is 2^-inf, also where none was seen: never a NaN.
         base = ZERO if highest[r] == MINUS_INF else highest[r]
         shrink = ex2_approx(top[r] - base)
-        if highest[r] != top[r]:
-            moved = np.int32(1)
         top[r] = highest[r]
         total[r] *= shrink
         at = row + (lane >> 2) + 8 * r
@@ -321,7 +326,6 @@ def weigh_tile(
             weights[weights_at + here] = cvt_rn_bf16x2(low, high)
         if lane & 3 == 0:
             shrinks[at] = shrink
-    return moved
 
 
 # ----------------------------------------------------------------------- weight · value
@@ -346,6 +350,13 @@ def clear_non_finite(words, at, group, lane, count):
                 pair &= np.uint32(0x0000FFFF)
             words[here] = pair
     cuda.syncwarp()  # other lanes read them
+
+
+@cuda.jit(device=True)
+def any_shrinks(shrinks, lane):
+    """Whether the sums of any row are to be scaled."""
+    upper, lower = shrinks[lane], shrinks[lane + 32]
+    return cuda.any_sync(FULL_WARP, (upper != ONE) | (lower != ONE))
 
 
 @cuda.jit(device=True)
@@ -524,17 +535,16 @@ def make_kernel(form: Form) -> Any:
             row = (warp >> 1) * 32 + odd * 16  # of the warp's own 16
             own_at = query_place(row, odd, lane)
             other_at = query_place(row + 16 - 32 * odd, odd, lane)
-            moved = np.int32(0)
             here = key_place(odd, lane) + TILES_AT
             for tile in range(first, end):
                 at = here + np.uint32(tile - first) % np.uint32(stages) * stage
-                meet(moved)  # A
+                meet(A, SCORERS)
                 if not overlapped:
-                    meet(0)
-                    meet(0)  # the keys are there
+                    meet(B, SCORERS)
+                    meet(A, SCORERS)  # the keys are there
                 multiply(shared, own_at, other_at, at, parts, products)
                 give(products, warp, lane, parts, given)
-                meet(0)  # B
+                meet(B, SCORERS)
                 take(products, warp, lane, parts, scale, given, scores)
                 if (tile + 1) * keys > prefix_len:
                     hide(
@@ -550,7 +560,7 @@ def make_kernel(form: Form) -> Any:
                         scores,
                     )
                 weights_at = (tile + 1 & 1) * pairs
-                moved = weigh_tile(
+                weigh_tile(
                     scores,
                     parts,
                     keys,
@@ -562,11 +572,11 @@ def make_kernel(form: Form) -> Any:
                     weights_at,
                     weights,
                 )
-            meet(moved)  # the weights of the last tile are there
+            meet(A, SCORERS)  # the weights of the last tile are there
             if not overlapped:
-                meet(0)
-                meet(0)
-            meet(0)
+                meet(B, SCORERS)
+                meet(A, SCORERS)
+            meet(B, SCORERS)
             finish_rows(
                 visibility,
                 b,
@@ -581,7 +591,7 @@ def make_kernel(form: Form) -> Any:
                 tops[split, b],
                 totals[split, b],
             )
-            meet(0)
+            meet(A, SCORERS)
         else:
             # Its tile is one behind: first none, then `first` … `end - 1`.
             sums = cuda.local.array((ROW_PARTS, COLUMN_PARTS, 4), np.float32)
@@ -600,7 +610,7 @@ def make_kernel(form: Form) -> Any:
             at = np.uint32(last)  # of the tile
             for step in range(first, np.int32(end + 1)):
                 cp_async_wait_group(0)
-                shrinking = meet(0)  # A
+                meet(A, ADDERS)
                 if overlapped:
                     # The place of the tile before this one, which is done with.
                     later = at - stage if at > TILES_AT else at + 2 * stage
@@ -611,17 +621,17 @@ def make_kernel(form: Form) -> Any:
                     if step * keys > prefix_len:
                         count = min(end_key - (step - 1) * keys, keys)
                         clear_non_finite(words, at // 2, group, lane, count)
-                    if shrinking:
+                    if any_shrinks(shrinks, lane):
                         shrink_sums(shrinks, lane, sums)
                     here = weights_at + weight_place(lane & 15, (lane >> 4) * 8, keys)
                     values_at = at + value_place(group, lane)
                     add_values(shared, values_at, weights, here, keys, sums)
                 if not overlapped:
-                    meet(0)  # all are done with the values
+                    meet(B, ADDERS)  # all are done with the values
                     request_rows(shared, TILES_AT, cache, step * keys, end_key, keys)
                     cp_async_wait_group(0)
-                    meet(0)  # the keys are there
-                meet(0)  # B
+                    meet(A, ADDERS)  # the keys are there
+                meet(B, ADDERS)
                 if keys == 32 and step > first:
                     key = 16 + (lane >> 4) * 8
                     here = weights_at + weight_place(lane & 15, key, keys)
@@ -629,7 +639,7 @@ def make_kernel(form: Form) -> Any:
                     add_values(shared, values_at, weights, here, keys, sums)
                 at = np.uint32(at + stage if at < last else TILES_AT)
             cp_async_wait_group(0)
-            meet(0)  # the factors are there
+            meet(A, ADDERS)  # the factors are there
             store_sums(sums, row0, group, lane, shrinks, out)
 
     return mma_kernel
