@@ -45,7 +45,6 @@ def test_stages_accept_the_inputs_of_a_round(group: str) -> None:
 # synccheck makes the launch that it accuses fail, so there are none.
 OPEN = {
     ("racecheck", "wgmma"): "accuses accesses on the two sides of one named barrier",
-    ("synccheck", "mma"): "accuses warps that come to one barrier from two places",
     ("synccheck", "wgmma"): "accuses products behind a branch that a warp takes alone",
 }
 
