@@ -2,6 +2,7 @@
 
 python under_sanitizer.py TOOL GROUP     a group of `one_round.py`
 python under_sanitizer.py TOOL bug       a kernel with a bug that the tool is for
+python under_sanitizer.py TOOL relay     a right kernel, which racecheck accuses
 """
 
 import functools
@@ -13,6 +14,7 @@ from numba.cuda.extending import intrinsic
 
 from ddtree_numba.backend import place
 from ddtree_numba.kernels import ptx
+from ddtree_numba.kernels.ptx import bar_arrive, bar_sync
 
 N = 64
 
@@ -42,6 +44,32 @@ def barrier_for_some_kernel(out):
     out[cuda.threadIdx.x] = 1
 
 
+@cuda.jit
+def relay_kernel(rounds, out):
+    """Two groups of 128 threads hand numbers to and fro; each sums what it gets.
+
+    At each barrier one group waits, and the other only arrives. What is written before
+    an arrival is read behind the wait, and written again behind a wait for its reader.
+    """
+    there = cuda.shared.array(128, float32)
+    back = cuda.shared.array(128, float32)
+    t = cuda.threadIdx.x
+    mine = t & 127
+    total = float32(0)
+    for n in range(rounds):
+        if t < 128:
+            there[mine] = n
+            bar_arrive(1, 256)
+            bar_sync(2, 256)
+            total += back[127 - mine]
+        else:
+            bar_sync(1, 256)
+            total += there[127 - mine]
+            back[mine] = n
+            bar_arrive(2, 256)
+    out[t] = total
+
+
 BUGS = {
     "memcheck": past_the_end_kernel,
     "racecheck": missing_barrier_kernel,
@@ -66,6 +94,12 @@ def main(tool: str, group: str) -> None:
         at = place("gpu")
         at.launch(BUGS[tool], 1, N, at.empty((N,), np.float32))
         cuda.synchronize()
+        return
+    if group == "relay":
+        out = place("gpu").empty((256,), np.float32)
+        place("gpu").launch(relay_kernel, 1, 256, 8, out)
+        assert (out.copy_to_host() == sum(range(8))).all()
+        print("the relay's sums are right")
         return
     # Before any kernel but `BUGS` is made: reports then name lines of the source.
     cuda.jit = functools.partial(cuda.jit, lineinfo=True)
