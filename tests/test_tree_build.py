@@ -18,7 +18,7 @@ from ddtree_numba.kernels.topk import topk
 from ddtree_numba.kernels.tree_build import (
     EXACT_DEPTH,
     SMALL,
-    add_rank,
+    put_rank_before,
     tree_build,
     tree_build_kernel,
     tree_build_parallel_kernel,
@@ -327,6 +327,20 @@ def test_the_parallel_version_does_it_alone(alone, monkeypatch, span, digits):
     assert_same(tree, tree_build(log_probs, tokens, 70, executor="numpy"))
 
 
+@pytest.mark.parametrize("digits", [None, 1])
+@pytest.mark.parametrize("surplus", [0, 3])
+def test_a_pool_that_gets_too_full_raises_the_bound(
+    alone, monkeypatch, surplus, digits
+):
+    """Where 4 candidates are left at a position; and most of the pool lies far."""
+    monkeypatch.setattr(tree_build_module, "MOST_SURPLUS", surplus)
+    monkeypatch.setattr(tree_build_module, "NEAR", 50)
+    log_probs, tokens = random_candidates(9, (1, 9, 30), digits)
+    log_probs[..., 4:] = -INF
+    tree = tree_build(log_probs, tokens, 100, version="parallel", executor="emulator")
+    assert_same(tree, tree_build(log_probs, tokens, 100, executor="numpy"))
+
+
 @pytest.mark.parametrize(("name", "size"), [("POOL", 41), ("SORTED", 80)])
 def test_more_ties_than_there_is_room_for(monkeypatch, name, size):
     """All prefixes tie, so none can be left out before all are in the pool."""
@@ -530,7 +544,7 @@ def test_no_race_in_the_parallel_version(monkeypatch, order, digits):
     budgets, roots = np.array([40, 11], np.int32), np.array([8, 9], np.int32)
     expected = tree_build(log_probs, tokens, budgets, root_tokens=roots)
     found = DraftTree(**{name: np.empty_like(x) for name, x in vars(expected).items()})
-    pool = np.empty((2, 5, 500), np.int32), np.empty((2, 500), np.int64)
+    pool = np.empty((2, 3, 500), np.int32), np.empty((2, 500), np.int64)
     report = emulate(
         *(tree_build_parallel_kernel, 2, 64),
         *(log_probs, 0, tokens, budgets, 1, 40, roots, 1),
@@ -586,15 +600,13 @@ def test_the_small_version_takes_small_trees_only(executor):
 def label_kernel(
     paths,  # [P, L] i32: ranks, -1 behind a path's end
     labels,  # out [P] i64
-    lengths,  # out [P] i64
 ):
     p = cuda.threadIdx.x
-    label, bits = np.int64(0), np.int64(0)
-    for depth in range(paths.shape[1]):
+    label = np.int64(0)
+    for depth in range(paths.shape[1] - 1, -1, -1):
         if paths[p, depth] >= 0:
-            label, bits = add_rank(label, bits, paths[p, depth])
+            label = put_rank_before(paths[p, depth], label)
     labels[p] = label
-    lengths[p] = bits
 
 
 def code(rank: int) -> str:
@@ -611,14 +623,13 @@ def test_labels_are_codes_of_ranks_cut_off_after_63_bits(kernel_executor):
     for row, path in zip(paths, given, strict=True):
         row[: len(path)] = path
     at = place(kernel_executor, paths=paths)
-    outputs = [at.empty((32,), np.int64) for _ in range(2)]
-    at.launch(label_kernel, 1, 32, at.put(paths), *outputs)
-    labels, lengths = (at.give(x).tolist() for x in outputs)
+    labels = at.empty((32,), np.int64)
+    at.launch(label_kernel, 1, 32, at.put(paths), labels)
+    labels = at.give(labels).tolist()
     codes = ["".join(code(int(rank)) for rank in path) for path in given]
-    assert lengths == [len(x) for x in codes]
     assert labels == [int(x[:63].ljust(63, "0"), 2) for x in codes]
-    whole = [p for p in range(32) if lengths[p] <= 63]
-    in_order = sorted(whole, key=lambda p: (labels[p], lengths[p]))
+    whole = [p for p in range(32) if len(codes[p]) <= 63]
+    in_order = sorted(whole, key=lambda p: (labels[p], len(given[p])))
     assert in_order == sorted(whole, key=lambda p: given[p])
     assert len(whole) < 32
 

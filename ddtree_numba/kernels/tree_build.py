@@ -29,14 +29,19 @@ Levels
 ------
 All ancestors of one of the M best nodes are among them too. So they are found depth by
 depth: a pool takes those children of its nodes of the depth before that score no less
-than a bound. Ranks fall, so a node's children that pass are its first, and a binary
-search counts them; a sum over the block's lanes says where each one's go, and then the
-lanes share the children, not the parents. A histogram of the scores raises the bound to
-the M-th best of what is known: at first of the paths that leave the most probable one
-with their last token, then of the pool. Whatever the histogram cannot tell apart
-remains, so at the end there are little more than M nodes. Their bins put them in order
-but for the few of a bin, which are compared, by label where scores are equal. With very
-many ties there is too much, and the frontier does it.
+than a bound. Ranks fall, so the children that pass are a node's first ones: a few lanes
+look at as many of them at a time, and a ballot says which pass and where they go.
+
+The bound is known before the first level. A path that leaves the most probable one for
+a single token and comes back to it scores what that one does to the same depth, and
+what the token costs: a histogram of all of these has the M-th best of them in one of
+its bins. There are many such paths among the best, so the pool gets some two times M
+nodes. Where they are few, as where most candidates are masked, it would get too many:
+then a histogram of the pool and its last level's children raises the bound.
+
+At the end the pool's histogram leaves little more than M nodes. Their bins put them in
+order but for the few of a bin, which are compared, by label where scores are equal.
+With very many ties there is too much for the pool, and the frontier does it.
 
 Labels
 ------
@@ -106,17 +111,21 @@ SMALL_THREADS = 128
 PARALLEL_THREADS = 512  # at most
 LABEL_BITS = 63
 EXACT_DEPTH = LABEL_BITS - 2 * (MAX_DRAFT_NODES.bit_length() - 1)
+DEPTHS = EXACT_DEPTH + 1
 POOL = 8192  # nodes in the workspace
-MOST_COUNTED = 4 * POOL  # children that are looked at to raise the bound
+NEAR = 2048  # the first of them, whose scores lie in shared memory
+MOST_SURPLUS = 3  # times the budget: more in the pool are worth to raise the bound
+LEAST_TEAM_LOG = 2  # logarithm of the lanes that look at a node's children
 SORTED = 2048  # nodes that are put in order in shared memory
 BINS = 2 * PARALLEL_THREADS  # at most: two a lane
-SPAN = 64.0  # the bins go down to this log-probability if no bound is known
+SPAN = 64.0  # the bins go down to minus this if no bound is known
+NO_BOUND = -np.finfo(np.float64).max  # above -inf, which is never a node
 LEAST_SPAN = 1e-3
 TO_SPARE = 1 + 2.0**-20  # many times what float32 rounds
-COARSE = 8  # part of the bins to which the bound falls before they are spread again
+COARSE = 8  # if all that count are in this part of the bins, they are spread again
 LARGEST_SCALE = 1e30  # of the bins, so that it stays a float32
-SPINES_FROM = 128  # budget from where spines are worth counting
-PARENT, DEPTH, RANK, ROW, BITS = range(5)  # what the pool knows of a node
+LINK, BEFORE, ROW = range(3)  # what the pool knows of a node
+DEPTH_BITS = 63 << 10  # of a LINK: parent << 16 | depth << 10 | rank
 
 
 @cuda.jit(device=True)
@@ -143,9 +152,10 @@ def look_through(table, wide):
                 found |= RISES
             above = x
         p += cuda.blockDim.x
-    rises = cuda.syncthreads_or(np.int32(found & RISES)) != 0
+    if cuda.syncthreads_or(found) == 0:
+        return 0
     nan = cuda.syncthreads_or(np.int32(found & HOLDS_NAN)) != 0
-    return (HOLDS_NAN if nan else 0) | (RISES if rises else 0)
+    return HOLDS_NAN if nan else RISES
 
 
 @cuda.jit(device=True)
@@ -631,57 +641,206 @@ def bound_of(bin_, scale, bound):
 @cuda.jit(device=True)
 def spread_over(bound):
     """The scale at which the bins end at a bound."""
-    span = np.float32(-bound) if bound > -math.inf else np.float32(SPAN)
+    span = np.float32(-bound) if bound > NO_BOUND else np.float32(SPAN)
     return np.float32(last_bin() - 1) / span
 
 
 @cuda.jit(device=True)
-def count_spines(table, scale, histogram):
-    """Count all paths that follow the best candidates but for their last one."""
-    warp, lane = cuda.threadIdx.x // WARP, cuda.threadIdx.x % WARP
-    position = warp
+def add_up_spine(length, firsts, spine):
+    """Score the most probable path up to every position, a lane each."""
+    position = np.uint32(cuda.threadIdx.x)
+    if position < length:
+        score = np.float32(0.0)
+        for before in range(position + np.uint32(1)):
+            score += firsts[np.uint32(before)]
+        spine[position] = score
+
+
+@cuda.jit(device=True)
+def count_detours(table, firsts, spine, bound, scale, histogram):
+    """Count all paths that leave the most probable one at one position at most."""
+    least = np.float32(max(bound, LOWEST))
+    lane = np.uint32(cuda.threadIdx.x % WARP)
+    position = np.uint32(cuda.threadIdx.x // WARP)
     while position < table.shape[0]:
-        spine = np.float64(0.0)
-        for before in range(position):
-            spine += np.float64(table[before, 0])
-        for rank in range(lane, table.shape[1], WARP):
-            score = spine + np.float64(table[position, rank])
-            if score > -math.inf:
+        row, first = table[position], firsts[position]
+        # The most probable path itself leaves nothing at the first position.
+        rank = np.uint32(lane + np.uint32(position > 0))
+        while rank < row.size:
+            step = row[rank] - first
+            if not spine[position] + step >= least:
+                break
+            end = position
+            while end < table.shape[0]:
+                score = spine[end] + step
+                if not score >= least:
+                    break
                 cuda.atomic.add(histogram, bin_of(score, scale), 1)
-        position += cuda.blockDim.x // WARP
+                end = np.uint32(end + np.uint32(1))
+            rank = np.uint32(rank + np.uint32(WARP))
+        position = np.uint32(position + np.uint32(cuda.blockDim.x // WARP))
 
 
 @cuda.jit(device=True)
-def passing_children(row, score, bound):
-    """How many of a node's children score no less than the bound: its first ones."""
-    # The bound has more to spare than it is rounded by to what a candidate must have.
-    least = np.float32(max(bound - score, LOWEST))
-    low, high = np.uint32(0), np.uint32(row.size)
-    while low < high:
-        middle = np.uint32((low + high) >> np.uint32(1))
-        if row[middle] >= least:
-            low = np.uint32(middle + np.uint32(1))
-        else:
-            high = middle
-    return np.int32(low)
+def score_of(slot, scores):
+    """Score of a node of the pool, whose first ones are near, in shared memory."""
+    near, far = scores
+    if slot < near.size:
+        return near[slot]
+    return far[slot]
 
 
 @cuda.jit(device=True)
-def place_of(j, offsets):
-    """The last lane whose children start at j or before."""
-    low, high = np.uint32(0), np.uint32(cuda.blockDim.x)
-    while high - low > 1:
-        middle = np.uint32((low + high) >> np.uint32(1))
-        if offsets[middle] <= j:
-            low = middle
-        else:
-            high = middle
-    return low
+def put_node(slot, score, link, before, pool):
+    """Put a node into the pool, if there is room."""
+    (near, far), nodes, _ = pool
+    if slot < near.size:
+        near[slot] = score
+    else:
+        far[slot] = score
+    nodes[LINK, slot] = link
+    nodes[BEFORE, slot] = before
 
 
 @cuda.jit(device=True)
-def add_rank(label, bits, rank):
-    """A path's label, and its length in bits, when a rank is added to the path.
+def take_children(row, depth, level, bound, counts, pool):
+    """Put those children of a level that score no less than the bound behind it.
+
+    `level` is where it starts and ends in the pool. ``counts[depth]``, 0 before, is how
+    many children there are, also if there is no room for them.
+
+    A team of lanes looks at as many children of a parent at a time, from the best on,
+    until one of them does not pass.
+    """
+    scores, nodes, _ = pool
+    first, end = level
+    lane = np.uint32(cuda.threadIdx.x % WARP)
+    lanes = np.uint32(cuda.blockDim.x)
+    team_log = np.uint32(5)
+    while team_log > LEAST_TEAM_LOG and np.uint32(end - first) > lanes >> team_log:
+        team_log = np.uint32(team_log - np.uint32(1))
+    team = np.uint32(np.uint32(1) << team_log)
+    part = np.uint32(lane & np.uint32(team - np.uint32(1)))
+    last = np.uint32(lane | np.uint32(team - np.uint32(1)))  # of the team's lanes
+    lanes_before = np.uint32((np.uint32(1) << lane) - np.uint32(1))
+    start = np.uint32(first + (np.uint32(cuda.threadIdx.x - lane) >> team_log))
+    while start < end:  # whole warps
+        parent = np.uint32(start + (lane >> team_log))
+        going = parent < end
+        score = score_of(parent if going else first, scores)
+        rank = part
+        before = np.uint32(0)  # the sibling before the team's first child
+        link = np.uint32(parent << np.uint32(16) | depth << np.uint32(10))
+        while True:
+            child = np.float64(-math.inf)
+            if going and rank < row.size:
+                child = score + np.float64(row[rank])
+            passing = np.uint32(cuda.ballot_sync(FULL_WARP, child >= bound))
+            if passing == 0:
+                break
+            place = np.int32(0)
+            if lane == 0:
+                place = cuda.atomic.add(counts, depth, cuda.popc(passing))
+            ahead = np.uint32(cuda.popc(np.uint32(passing & lanes_before)))
+            slot = np.uint32(end + lane_says(place, 0) + ahead)
+            if child >= bound and slot < nodes.shape[1]:
+                before = np.uint32(slot - np.uint32(1)) if part > 0 else before
+                put_node(slot, child, np.int32(link | rank), before, pool)
+            before = lane_says(slot, last)
+            going = np.uint32(passing >> last) & np.uint32(1) != 0
+            rank = np.uint32(rank + team)
+        start = np.uint32(start + (lanes >> team_log))
+
+
+@cuda.jit(device=True)
+def count_pool(end, bound, scale, histogram, scores):
+    """Count the pool's nodes that score no less than the bound, alone."""
+    clear_bins(histogram)
+    slot = np.uint32(cuda.threadIdx.x + 1)  # the root is no candidate
+    while slot < end:
+        score = score_of(slot, scores)
+        if score >= bound:
+            cuda.atomic.add(histogram, bin_of(score, scale), 1)
+        slot = np.uint32(slot + np.uint32(cuda.blockDim.x))
+
+
+@cuda.jit(device=True)
+def raise_bound(row, level, budget, bound, counting, scores):
+    """The bound as the pool and all children of its last level give it."""
+    histogram = counting[0]
+    first, end = level
+    scale = spread_over(bound)
+    count_pool(end, bound, scale, histogram, scores)
+    parent = np.uint32(first + np.uint32(cuda.threadIdx.x))
+    while parent < end:
+        score = score_of(parent, scores)
+        rank = np.uint32(0)
+        while rank < row.size:
+            child = score + np.float64(row[rank])
+            if not child >= bound:
+                break
+            cuda.atomic.add(histogram, bin_of(child, scale), 1)
+            rank = np.uint32(rank + np.uint32(1))
+        parent = np.uint32(parent + np.uint32(cuda.blockDim.x))
+    return bound_of(find_bin(counting, budget), scale, bound)
+
+
+@cuda.jit(device=True)
+def collect(table, budget, paths, counting, counts, pool):
+    """Fill the pool with the best nodes, at least `budget` if there are so many.
+
+    Returns where the pool ends, beyond its size if it is too small, and the bound. The
+    root is in slot 0. For all threads; ends with a barrier.
+    """
+    histogram = counting[0]
+    (near, _), nodes, _ = pool
+    room = np.uint32(nodes.shape[1])
+    if cuda.threadIdx.x == 0:
+        near[0] = np.float64(0.0)
+        nodes[LINK, 0] = nodes[BEFORE, 0] = nodes[ROW, 0] = 0
+    bound = np.float64(NO_BOUND)
+    if budget <= table.shape[1]:  # there are as many nodes at depth 1
+        least = min(table[0, budget - 1], np.float32(-LEAST_SPAN))
+        # Sums round, and what is asked of a child does too.
+        bound = max(bound, np.float64(least * np.float32(TO_SPARE)))
+    scale = spread_over(bound)
+    add_up_spine(table.shape[0], *paths)
+    clear_bins(histogram)  # its barrier also orders the spine before it is read
+    count_detours(table, *paths, bound, scale, histogram)
+    bound = bound_of(find_bin(counting, budget), scale, bound)
+    surplus = np.uint32(MOST_SURPLUS * budget)
+    limit = min(room, np.uint32(surplus + np.uint32(1)))
+    first, end = np.uint32(0), np.uint32(1)
+    depth = np.uint32(1)
+    while depth <= table.shape[0] and first < end:
+        row = table[np.uint32(depth - np.uint32(1))]
+        level = first, end
+        while True:
+            take_children(row, depth, level, bound, counts, pool)
+            cuda.syncthreads()  # the children are in the pool before they are read
+            upto = np.uint32(end + np.uint32(counts[depth]))
+            if upto <= limit:
+                break
+            # There are many more than are wanted: find a bound that is nearer.
+            raised = raise_bound(row, level, budget, bound, counting, pool[0])
+            if raised > bound:
+                limit = min(room, np.uint32(end + surplus))
+            elif limit < room:
+                limit = room  # very many of them tie
+            else:
+                return np.uint32(room + np.uint32(1)), bound
+            bound = raised
+            if cuda.threadIdx.x == 0:
+                counts[depth] = 0
+            cuda.syncthreads()  # the children are counted anew
+        first, end = end, upto
+        depth = np.uint32(depth + np.uint32(1))
+    return end, bound
+
+
+@cuda.jit(device=True)
+def put_rank_before(rank, label):
+    """A path's label when a rank is put before the path.
 
     Labels are numbers of 63 bits, so that int64 order them; what is longer is cut off.
     """
@@ -689,210 +848,128 @@ def add_rank(label, bits, rank):
     length = 2 * doublings + 1
     ones = (np.int64(1) << doublings) - 1
     code = (ones << (doublings + 1)) | (rank + 1 - (np.int64(1) << doublings))
-    left = LABEL_BITS - bits - length
-    if left >= 0:
-        label |= code << left
-    elif left > -length:
-        label |= code >> -left
-    return label, bits + length
+    return code << (LABEL_BITS - length) | label >> length
 
 
 @cuda.jit(device=True)
-def put_node(pool, slot, parent, depth, rank):
-    """Describe a node of the pool."""
-    nodes, labels, _ = pool
-    label, bits = np.int64(0), np.int64(0)
-    if parent >= 0:
-        label = labels[np.uint32(parent)]
-        bits = np.int64(nodes[BITS, np.uint32(parent)])
-    labels[slot], nodes[BITS, slot] = add_rank(label, bits, rank)
-    nodes[PARENT, slot] = parent
-    nodes[DEPTH, slot] = depth
-    nodes[RANK, slot] = rank
+def label_of(slot, nodes):
+    """Label of a node of the pool, from its last rank to its first."""
+    label = np.int64(0)
+    while slot > 0:
+        link = np.uint32(nodes[LINK, slot])
+        label = put_rank_before(np.int64(link & np.uint32(MAX_DRAFT_NODES - 1)), label)
+        slot = np.uint32(link >> np.uint32(16))
+    return label
 
 
 @cuda.jit(device=True)
-def take_children(table, budget, depth, level, state, counting, batch, pool):
-    """Put those children of a level of the pool that pass into the pool.
+def start_bins(budget, counting):
+    """Turn a histogram into where its bins start, as if all counted were in order.
 
-    `level` is where the level starts and ends; the root, of no slot, is node -1.
-    `state`, and what is returned, is where the pool ends (beyond its size if it is too
-    small), the bound, and the scale of the histogram, which counts what is in the pool.
+    Returns the bin of the `budget`-th, the last if there are fewer, and how many lie in
+    it and before. For all threads; begins and ends with a block barrier.
     """
-    used, bound, scale = state
-    histogram, of_warps, _ = counting
-    offsets, level_scores = batch
-    scores = pool[2]
-    row = table[depth - 1]
-    start = level[0]
-    while start < level[1]:
-        parent = start + cuda.threadIdx.x
-        score = np.float64(0.0)
-        if 0 <= parent < level[1]:
-            score = scores[parent]
-        counted = stored = False
-        while not stored:
-            children = np.int32(0)
-            if parent < level[1] and score >= bound:
-                children = passing_children(row, score, bound)
-            before, total = scan_block(children, of_warps)
-            offsets[cuda.threadIdx.x] = before
-            level_scores[cuda.threadIdx.x] = score
-            cuda.syncthreads()  # the children's places are there before they are read
-            stored = used + total <= scores.size
-            if not stored and (counted or total > MOST_COUNTED):
-                return scores.size + 1, bound, scale
-            j = cuda.threadIdx.x
-            while j < total:
-                i = place_of(j, offsets)
-                rank = j - offsets[i]
-                child = level_scores[i] + np.float64(row[rank])
-                if not counted:
-                    cuda.atomic.add(histogram, bin_of(child, scale), 1)
-                if stored:
-                    slot = np.uint32(used + j)
-                    scores[slot] = child
-                    put_node(pool, slot, start + i, depth, rank)
-                j += cuda.blockDim.x
-            if not counted and total > 0:
-                bound = bound_of(find_bin(counting, budget), scale, bound)
-            counted = True
-            cuda.syncthreads()  # the places were read; the children are in the pool
-        used += total
-        start += cuda.blockDim.x
-    return used, bound, scale
-
-
-@cuda.jit(device=True)
-def count_pool(end, bound, scale, histogram, scores):
-    """Count the pool's nodes that score no less than the bound."""
-    clear_bins(histogram)
-    slot = cuda.threadIdx.x
-    while slot < end:
-        if scores[slot] >= bound:
-            cuda.atomic.add(histogram, bin_of(scores[slot], scale), 1)
-        slot += cuda.blockDim.x
-
-
-@cuda.jit(device=True)
-def collect(table, budget, counting, batch, pool):
-    """Fill the pool with the best nodes, at least `budget` if there are so many.
-
-    Returns how many nodes it holds, more than its size if it is too small, and the
-    bound of those that still count. For all threads; ends with a barrier.
-    """
-    histogram, scores = counting[0], pool[2]
-    bound = np.float64(-math.inf)
-    if budget <= table.shape[1]:  # there are as many nodes at depth 1
-        least = min(table[0, budget - 1], np.float32(-LEAST_SPAN))
-        # Sums round, and what is asked of a child does too.
-        bound = np.float64(least * np.float32(TO_SPARE))
-    scale = spread_over(bound)
-    if budget >= SPINES_FROM:
-        clear_bins(histogram)
-        count_spines(table, scale, histogram)
-        bound = bound_of(find_bin(counting, budget), scale, bound)
-        scale = spread_over(bound)
-    clear_bins(histogram)
-    first, end = -1, 0
-    depth = 1
-    while depth <= table.shape[0] and first < end <= scores.size:
-        state = (end, bound, scale)
-        level = (first, end)
-        used, bound, scale = take_children(
-            table, budget, depth, level, state, counting, batch, pool
-        )
-        first, end = end, used
-        # Few bins tell the nodes apart: spread what is within the bound over all.
-        coarse = np.float32(last_bin() // COARSE)
-        if np.float32(-bound) * scale < coarse and scale < LARGEST_SCALE:
-            if end <= scores.size:
-                scale = spread_over(bound)
-                count_pool(end, bound, scale, histogram, scores)
-        depth += 1
-    return end, bound
-
-
-@cuda.jit(device=True)
-def order_nodes(end, bound, counting, pool, keys, slots):
-    """Gather the pool's nodes that count, bin by bin, and return their number.
-
-    It may be more than there is room for. Then ``histogram[i]`` is where bin i ends;
-    within a bin there is no order. For all threads; ends with a block barrier.
-    """
-    histogram, of_warps, _ = counting
-    scores = pool[2]
-    scale = spread_over(bound)
-    cuda.syncthreads()  # the histogram was read
-    count_pool(end, bound, scale, histogram, scores)
+    histogram, of_warps, found = counting
     cuda.syncthreads()  # everything is counted before the bins are read
     first = np.uint32(2 * cuda.threadIdx.x)
     second = np.uint32(first + np.uint32(1))
     count = histogram[first]
-    before, total = scan_block(count + histogram[second], of_warps)
-    histogram[first] = before  # where the bins start
+    both = count + histogram[second]
+    before, total = scan_block(both, of_warps)
+    histogram[first] = before
     histogram[second] = before + count
-    cuda.syncthreads()  # every start is there before it is counted up
-    if total <= keys.size:
-        slot = cuda.threadIdx.x
-        while slot < end:
-            score = scores[slot]
-            if score >= bound:
-                i = cuda.atomic.add(histogram, bin_of(score, scale), 1)
-                keys[i] = score
-                slots[i] = slot
-            slot += cuda.blockDim.x
-    cuda.syncthreads()  # all are gathered before they are read
-    return total
+    if before < budget <= before + both:
+        in_second = budget > before + count
+        found[0] = second if in_second else first
+        found[1] = before + (both if in_second else count)
+    cuda.syncthreads()  # bin and starts are there before they are read
+    if total < budget:
+        return last_bin(), total
+    return found[0], found[1]
 
 
 @cuda.jit(device=True)
-def place_in_order(i, bound, histogram, pool, keys, slots):
-    """How many nodes come before the i-th that `order_nodes` gathered."""
-    nodes, labels, _ = pool
-    key, slot = keys[i], np.int32(slots[i])
-    own = bin_of(key, spread_over(bound))
-    start = histogram[own - 1] if own > 0 else 0
-    place = start
-    for j in range(start, histogram[own]):
-        if keys[j] > key:
-            place += 1
-        elif keys[j] == key and j != i:
-            other = np.int32(slots[j])
-            if labels[other] < labels[slot]:
-                place += 1
-            elif labels[other] == labels[slot]:  # an ancestor, or cut off: the shorter
-                place += nodes[BITS, other] < nodes[BITS, slot]
+def order_nodes(end, budget, bound, counting, pool, slots):
+    """Gather the best nodes of the pool, bin by bin; return their number and the scale.
+
+    It may be more than there is room for. Then ``histogram[i]`` is where bin i ends;
+    within a bin there is no order. For all threads; ends with a block barrier.
+    """
+    histogram = counting[0]
+    scores, nodes, labels = pool
+    while True:
+        scale = spread_over(bound)
+        count_pool(end, bound, scale, histogram, scores)
+        last, count = start_bins(budget, counting)
+        if last >= last_bin() // COARSE or scale >= LARGEST_SCALE:
+            break
+        # Few bins tell the nodes apart: spread what is within the bound over all.
+        bound = bound_of(last, scale, bound)
+    if count <= slots.size:
+        slot = np.uint32(cuda.threadIdx.x + 1)
+        while slot < end:
+            score = score_of(slot, scores)
+            bin_ = bin_of(score, scale)
+            if score >= bound and bin_ <= last:
+                slots[cuda.atomic.add(histogram, bin_, 1)] = slot
+                labels[slot] = label_of(slot, nodes)
+            slot = np.uint32(slot + np.uint32(cuda.blockDim.x))
+    cuda.syncthreads()  # all are gathered before they are read
+    return count, scale
+
+
+@cuda.jit(device=True)
+def place_in_order(slot, score, scale, histogram, pool, slots):
+    """How many nodes come before one of those that `order_nodes` gathered."""
+    scores, nodes, labels = pool
+    bin_ = np.uint32(bin_of(score, scale))
+    j = np.uint32(0)
+    if bin_ > 0:
+        j = np.uint32(histogram[np.uint32(bin_ - np.uint32(1))])
+    end = np.uint32(histogram[bin_])
+    place = j
+    while j < end:
+        other = np.uint32(slots[j])
+        other_score = score_of(other, scores)
+        before = other_score > score
+        if other_score == score and other != slot:
+            before = labels[other] < labels[slot]
+            if labels[other] == labels[slot]:  # an ancestor, or cut off: the shorter
+                depth = nodes[LINK, slot] & DEPTH_BITS
+                before = nodes[LINK, other] & DEPTH_BITS < depth
+        place = np.uint32(place + np.uint32(before))
+        j = np.uint32(j + np.uint32(1))
     return place
 
 
 @cuda.jit(device=True)
-def write_rows(count, budget, bound, histogram, pool, keys, slots, rows):
+def write_rows(count, budget, scale, histogram, pool, slots, rows):
     """Turn the best of the nodes gathered into rows; block barriers between."""
     row_scores, row_parents, row_depths, row_ranks, row_before = rows
-    nodes = pool[0]
+    scores, nodes, _ = pool
     if cuda.threadIdx.x == 0:
         put_root(rows)
-    i = cuda.threadIdx.x
+    i = np.uint32(cuda.threadIdx.x)
     while i < count:
-        row = place_in_order(i, bound, histogram, pool, keys, slots) + 1
-        nodes[ROW, slots[i]] = row
+        slot = np.uint32(slots[i])
+        score = score_of(slot, scores)
+        row = place_in_order(slot, score, scale, histogram, pool, slots)
+        row = np.uint32(row + np.uint32(1))
+        nodes[ROW, slot] = row
         if row <= budget:
-            row_scores[row] = keys[i]
-            row_parents[row] = slots[i]  # the node, until all rows are known
-        i += cuda.blockDim.x
+            row_scores[row] = score
+            row_parents[row] = slot  # the node, until all rows are known
+        i = np.uint32(i + np.uint32(cuda.blockDim.x))
     cuda.syncthreads()  # every node's row is known before it is read
-    live = min(count, budget) + 1
-    row = 1 + cuda.threadIdx.x
-    while row < live:
-        slot = np.int32(row_parents[row])
-        parent, rank = nodes[PARENT, slot], nodes[RANK, slot]
-        row_depths[row] = nodes[DEPTH, slot]
-        row_ranks[row] = rank
-        row_parents[row] = nodes[ROW, parent] if parent >= 0 else 0
-        # Children of a node stand side by side in the pool.
-        row_before[row] = nodes[ROW, slot - 1] if rank > 0 else 0
-        row += cuda.blockDim.x
+    row = np.uint32(cuda.threadIdx.x + 1)
+    while row <= min(count, budget):
+        slot = np.uint32(row_parents[row])
+        link = np.uint32(nodes[LINK, slot])
+        row_parents[row] = nodes[ROW, np.uint32(link >> np.uint32(16))]
+        row_depths[row] = (link & np.uint32(DEPTH_BITS)) >> np.uint32(10)
+        row_ranks[row] = link & np.uint32(MAX_DRAFT_NODES - 1)
+        row_before[row] = nodes[ROW, np.uint32(nodes[BEFORE, slot])]
+        row = np.uint32(row + np.uint32(cuda.blockDim.x))
 
 
 @cuda.jit
@@ -905,7 +982,7 @@ def tree_build_parallel_kernel(
     most,  # i32: the largest budget, N - 1 or less
     root_tokens,  # [B] i32, if `rooted`
     rooted,  # i32: 0 if root_tokens is not to be read, because they are unknown
-    nodes,  # workspace [B, 5, P] i32: a node's PARENT, DEPTH, RANK, ROW and BITS
+    nodes,  # workspace [B, 3, P] i32: a node's LINK, BEFORE and ROW
     labels,  # workspace [B, P] i64
     scores,  # workspace [B, P] f64
     token_ids,  # out [B, N] i32
@@ -923,13 +1000,14 @@ def tree_build_parallel_kernel(
     row_depths = cuda.shared.array(MAX_ROWS, np.uint16)
     row_ranks = cuda.shared.array(MAX_ROWS, np.uint16)
     row_before = cuda.shared.array(MAX_ROWS, np.uint16)  # previous sibling, or 0
-    keys = cuda.shared.array(SORTED, np.float64)
+    near = cuda.shared.array(NEAR, np.float64)
     slots = cuda.shared.array(SORTED, np.uint16)
     histogram = cuda.shared.array(BINS, np.int32)
-    offsets = cuda.shared.array(PARALLEL_THREADS, np.int32)
-    level_scores = cuda.shared.array(PARALLEL_THREADS, np.float64)
     of_warps = cuda.shared.array(WARP, np.int32)
     found = cuda.shared.array(3, np.int32)
+    counts = cuda.shared.array(DEPTHS, np.int32)  # nodes of each depth
+    firsts = cuda.shared.array(DEPTHS, np.float32)  # the best candidates …
+    spine = cuda.shared.array(DEPTHS, np.float32)  # … and their sums
     live = cuda.shared.array(1, np.int32)
     b = cuda.blockIdx.x
     table = log_probs[b]
@@ -937,24 +1015,32 @@ def tree_build_parallel_kernel(
     links = next_token, next_sibling
     tree = token_ids, parents, depths, links, row_log_probs, visibility, n_rows
     budget = start_request(b, n_draft_nodes, ragged, most, *links, visibility)
-    pool = nodes[b], labels[b], scores[b]
-    counting, batch = (histogram, of_warps, found), (offsets, level_scores)
-    odd = look_through(table, wide)  # for all threads alike, as all that is asked below
+    pool = (near, scores[b]), nodes[b], labels[b]
+    counting = histogram, of_warps, found
+    lane = np.uint32(cuda.threadIdx.x)
+    if lane < counts.size:
+        counts[lane] = 0
+    if lane < min(table.shape[0], firsts.size):
+        firsts[lane] = table[lane, 0]
+    # Its barrier also orders these before they are read. Odd is what it is for all
+    # threads alike, as all that is asked below.
+    odd = look_through(table, wide)
     if odd & HOLDS_NAN:
         budget = 0
-    # Nodes to put in order, and the bound; too many if the frontier is to do it.
-    count, bound = (0 if budget == 0 else SORTED + 1), np.float64(0.0)
+    # Nodes to put in order; too many if the frontier is to do it.
+    count, scale = (0 if budget == 0 else SORTED + 1), np.float32(0.0)
     if budget > 0 and odd == 0 and table.shape[0] <= EXACT_DEPTH:
-        end, bound = collect(table, budget, counting, batch, pool)
+        paths = firsts, spine
+        end, bound = collect(table, budget, paths, counting, counts, pool)
         if end <= scores.shape[1]:
-            count = order_nodes(end, bound, counting, pool, keys, slots)
+            count, scale = order_nodes(end, budget, bound, counting, pool, slots)
     if count <= SORTED:
-        write_rows(count, budget, bound, histogram, pool, keys, slots, rows)
+        write_rows(count, budget, scale, histogram, pool, slots, rows)
         if cuda.threadIdx.x == 0:
             live[0] = min(count, budget) + 1
     elif cuda.threadIdx.x < WARP:  # very many ties, or nothing that topk gives
         halves = slots[: SORTED // 2], slots[SORTED // 2 :]
-        frontier = keys, *halves, histogram
+        frontier = near, *halves, histogram
         count = select_rows(table, np.uint32(budget), frontier, rows)
         if cuda.threadIdx.x == 0:
             live[0] = count
@@ -1083,17 +1169,20 @@ def tree_build(
             at.launch(tree_build_small_kernel, batch, SMALL_THREADS, *given, *outputs)
         else:
             pool = (
-                at.empty((batch, 5, POOL), np.int32),
+                at.empty((batch, 3, POOL), np.int32),
                 at.empty((batch, POOL), np.int64),
                 at.empty((batch, POOL), np.float64),
             )
-            # Warps that find nothing to do take time from the others.
-            threads = 128 if most <= 128 else 256 if most <= 512 else PARALLEL_THREADS
             at.launch(
-                *(tree_build_parallel_kernel, batch, threads),
+                *(tree_build_parallel_kernel, batch, _parallel_threads(most)),
                 *(*given, *pool, *outputs),
             )
     return DraftTree(**{name: at.give(x) for name, x in vars(tree).items()})
+
+
+def _parallel_threads(most: int) -> int:
+    """Threads of a block: warps that find nothing to do take time from the others."""
+    return 128 if most <= 128 else 256 if most <= 512 else PARALLEL_THREADS
 
 
 def _empty_tree(at: Place, batch: int, n: int) -> DraftTree:
