@@ -30,7 +30,7 @@ Levels
 All ancestors of one of the M best nodes are among them too. So they are found depth by
 depth: a pool takes those children of its nodes of the depth before that score no less
 than a bound. Ranks fall, so the children that pass are a node's first ones: a few lanes
-look at as many of them at a time, and a ballot says which pass and where they go.
+look at them, more only if all of those pass; a ballot says which do and where they go.
 
 The bound is known before the first level. A path that leaves the most probable one for
 a single token and comes back to it scores what that one does to the same depth, and
@@ -115,7 +115,8 @@ DEPTHS = EXACT_DEPTH + 1
 POOL = 8192  # nodes in the workspace
 NEAR = 2048  # the first of them, whose scores lie in shared memory
 MOST_SURPLUS = 3  # times the budget: more in the pool are worth to raise the bound
-LEAST_TEAM_LOG = 2  # logarithm of the lanes that look at a node's children
+TEAM = 4  # lanes that look at a node's first children
+LAST_OF_TEAMS = 0x88888888  # a ballot of their last lanes
 SORTED = 2048  # nodes that are put in order in shared memory
 BINS = 2 * PARALLEL_THREADS  # at most: two a lane
 SPAN = 64.0  # the bins go down to minus this if no bound is known
@@ -660,24 +661,26 @@ def add_up_spine(length, firsts, spine):
 def count_detours(table, firsts, spine, bound, scale, histogram):
     """Count all paths that leave the most probable one at one position at most."""
     least = np.float32(max(bound, LOWEST))
-    lane = np.uint32(cuda.threadIdx.x % WARP)
+    length = np.uint32(table.shape[0])
+    rank = np.uint32(cuda.threadIdx.x % WARP)
     position = np.uint32(cuda.threadIdx.x // WARP)
-    while position < table.shape[0]:
-        row, first = table[position], firsts[position]
-        # The most probable path itself leaves nothing at the first position.
-        rank = np.uint32(lane + np.uint32(position > 0))
-        while rank < row.size:
-            step = row[rank] - first
-            if not spine[position] + step >= least:
-                break
-            end = position
-            while end < table.shape[0]:
-                score = spine[end] + step
-                if not score >= least:
-                    break
-                cuda.atomic.add(histogram, bin_of(score, scale), 1)
-                end = np.uint32(end + np.uint32(1))
+    while True:  # every warp a position and 32 of its ranks, then others
+        while position >= length:
+            position = np.uint32(position - length)
             rank = np.uint32(rank + np.uint32(WARP))
+        if rank >= table.shape[1]:
+            break
+        step = table[position, rank] - firsts[position]
+        end = position
+        # The most probable path itself leaves nothing at the first position.
+        if rank == 0 and position > 0:
+            end = length
+        while end < length:
+            score = spine[end] + step
+            if not score >= least:
+                break
+            cuda.atomic.add(histogram, bin_of(score, scale), 1)
+            end = np.uint32(end + np.uint32(1))
         position = np.uint32(position + np.uint32(cuda.blockDim.x // WARP))
 
 
@@ -703,53 +706,80 @@ def put_node(slot, score, link, before, pool):
 
 
 @cuda.jit(device=True)
+def first_of(lanes):
+    """The first lane of a ballot, and the others."""
+    others = np.uint32(lanes & np.uint32(lanes - np.uint32(1)))
+    return np.uint32(cuda.ffs(np.int32(lanes)) - 1), others
+
+
+@cuda.jit(device=True)
+def take_passing(child, bound, end, siblings, counts, pool):
+    """Put those children of a warp's lanes that pass into the pool.
+
+    `siblings` says of a lane's child its link, which of its team's children it is, and,
+    if it is the first, the slot of the sibling before. Returns a ballot of those that
+    pass, and the child's slot.
+    """
+    link, part, before = siblings
+    lane = np.uint32(cuda.threadIdx.x % WARP)
+    passes = child >= bound
+    passing = np.uint32(cuda.ballot_sync(FULL_WARP, passes))
+    place = np.int32(0)
+    if lane == 0 and passing != 0:
+        depth = np.uint32(np.uint32(link >> np.uint32(10)) & np.uint32(63))
+        place = cuda.atomic.add(counts, depth, cuda.popc(passing))
+    lanes_before = np.uint32((np.uint32(1) << lane) - np.uint32(1))
+    ahead = np.uint32(cuda.popc(np.uint32(passing & lanes_before)))
+    slot = np.uint32(end + lane_says(place, 0) + ahead)
+    if passes and slot < pool[1].shape[1]:
+        before = np.uint32(slot - np.uint32(1)) if part > 0 else before
+        put_node(slot, child, link, before, pool)
+    return passing, slot
+
+
+@cuda.jit(device=True)
 def take_children(row, depth, level, bound, counts, pool):
     """Put those children of a level that score no less than the bound behind it.
 
     `level` is where it starts and ends in the pool. ``counts[depth]``, 0 before, is how
     many children there are, also if there is no room for them.
 
-    A team of lanes looks at as many children of a parent at a time, from the best on,
-    until one of them does not pass.
+    A team of lanes looks at a parent's first children; if all pass, the whole warp
+    looks at the others. Good parents stand together, so neighbours go to other warps.
     """
-    scores, nodes, _ = pool
     first, end = level
     lane = np.uint32(cuda.threadIdx.x % WARP)
-    lanes = np.uint32(cuda.blockDim.x)
-    team_log = np.uint32(5)
-    while team_log > LEAST_TEAM_LOG and np.uint32(end - first) > lanes >> team_log:
-        team_log = np.uint32(team_log - np.uint32(1))
-    team = np.uint32(np.uint32(1) << team_log)
-    part = np.uint32(lane & np.uint32(team - np.uint32(1)))
-    last = np.uint32(lane | np.uint32(team - np.uint32(1)))  # of the team's lanes
-    lanes_before = np.uint32((np.uint32(1) << lane) - np.uint32(1))
-    start = np.uint32(first + (np.uint32(cuda.threadIdx.x - lane) >> team_log))
+    part = np.uint32(lane % np.uint32(TEAM))
+    warps = np.uint32(cuda.blockDim.x // WARP)
+    step = np.float64(row[part]) if part < row.size else np.float64(-math.inf)
+    start = np.uint32(first + np.uint32(cuda.threadIdx.x // WARP))
     while start < end:  # whole warps
-        parent = np.uint32(start + (lane >> team_log))
-        going = parent < end
-        score = score_of(parent if going else first, scores)
-        rank = part
-        before = np.uint32(0)  # the sibling before the team's first child
+        parent = np.uint32(start + np.uint32(lane // np.uint32(TEAM)) * warps)
+        score = np.float64(-math.inf)
+        if parent < end:
+            score = score_of(parent, pool[0])
         link = np.uint32(parent << np.uint32(16) | depth << np.uint32(10))
-        while True:
-            child = np.float64(-math.inf)
-            if going and rank < row.size:
-                child = score + np.float64(row[rank])
-            passing = np.uint32(cuda.ballot_sync(FULL_WARP, child >= bound))
-            if passing == 0:
-                break
-            place = np.int32(0)
-            if lane == 0:
-                place = cuda.atomic.add(counts, depth, cuda.popc(passing))
-            ahead = np.uint32(cuda.popc(np.uint32(passing & lanes_before)))
-            slot = np.uint32(end + lane_says(place, 0) + ahead)
-            if child >= bound and slot < nodes.shape[1]:
-                before = np.uint32(slot - np.uint32(1)) if part > 0 else before
-                put_node(slot, child, np.int32(link | rank), before, pool)
-            before = lane_says(slot, last)
-            going = np.uint32(passing >> last) & np.uint32(1) != 0
-            rank = np.uint32(rank + team)
-        start = np.uint32(start + (lanes >> team_log))
+        siblings = np.uint32(link | part), part, np.uint32(0)
+        passing, slot = take_passing(score + step, bound, end, siblings, counts, pool)
+        teams = np.uint32(passing & np.uint32(LAST_OF_TEAMS))
+        while teams != 0:
+            owner, teams = first_of(teams)
+            its_score = cuda.shfl_sync(FULL_WARP, score, owner)
+            its_link = lane_says(link, owner)
+            before = lane_says(slot, owner)
+            rank = np.uint32(lane + np.uint32(TEAM))
+            passing = np.uint32(1 << WARP - 1)
+            while passing >> np.uint32(WARP - 1) != 0:  # the last of those before
+                child = np.float64(-math.inf)
+                if rank < row.size:
+                    child = its_score + np.float64(row[rank])
+                siblings = np.uint32(its_link | rank), lane, before
+                passing, its_slot = take_passing(
+                    child, bound, end, siblings, counts, pool
+                )
+                before = lane_says(its_slot, WARP - 1)
+                rank = np.uint32(rank + np.uint32(WARP))
+        start = np.uint32(start + warps * np.uint32(WARP // TEAM))
 
 
 @cuda.jit(device=True)
@@ -923,6 +953,7 @@ def place_in_order(slot, score, scale, histogram, pool, slots):
     """How many nodes come before one of those that `order_nodes` gathered."""
     scores, nodes, labels = pool
     bin_ = np.uint32(bin_of(score, scale))
+    label, depth = labels[slot], nodes[LINK, slot] & DEPTH_BITS
     j = np.uint32(0)
     if bin_ > 0:
         j = np.uint32(histogram[np.uint32(bin_ - np.uint32(1))])
@@ -933,9 +964,9 @@ def place_in_order(slot, score, scale, histogram, pool, slots):
         other_score = score_of(other, scores)
         before = other_score > score
         if other_score == score and other != slot:
-            before = labels[other] < labels[slot]
-            if labels[other] == labels[slot]:  # an ancestor, or cut off: the shorter
-                depth = nodes[LINK, slot] & DEPTH_BITS
+            other_label = labels[other]
+            before = other_label < label
+            if other_label == label:  # an ancestor, or cut off: the shorter
                 before = nodes[LINK, other] & DEPTH_BITS < depth
         place = np.uint32(place + np.uint32(before))
         j = np.uint32(j + np.uint32(1))
