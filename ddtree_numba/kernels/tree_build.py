@@ -284,16 +284,16 @@ def write_visibility(words, i, row_parents):
     """Set the bits of row i and its ancestors in its words, which are 0."""
     # Parents stand before children, so the bits come in falling order, and each word's
     # bits together. The root, row 0, ends every path.
-    word = i // WORD_BITS
+    word = np.uint32(i // np.uint32(WORD_BITS))
     bits = np.uint32(0)
     row = i
     while row > 0:
-        if row // WORD_BITS != word:
+        if np.uint32(row // np.uint32(WORD_BITS)) != word:
             words[word] = bits
-            word = row // WORD_BITS
+            word = np.uint32(row // np.uint32(WORD_BITS))
             bits = np.uint32(0)
-        bits |= np.uint32(1 << row % WORD_BITS)
-        row = np.int64(row_parents[row])
+        bits |= np.uint32(1) << np.uint32(row % np.uint32(WORD_BITS))
+        row = np.uint32(row_parents[row])
     if word > 0:
         words[word] = bits
         bits = np.uint32(0)
@@ -340,12 +340,12 @@ def write_row(b, i, live, candidates, root_tokens, rooted, rows, tree):
         depths[b, i] = -1
         log_probs[b, i] = np.float32(-math.inf)
         return
-    depth, rank = np.int32(row_depths[i]), row_ranks[i]
+    depth, rank = np.uint32(row_depths[i]), row_ranks[i]
     if i == 0:
         token_ids[b, 0] = root_tokens[b] if rooted else -1
         parents[b, 0] = -1
     else:
-        token_ids[b, i] = candidates[b, depth - 1, rank]
+        token_ids[b, i] = candidates[b, np.uint32(depth - np.uint32(1)), rank]
         parents[b, i] = row_parents[i]
         if rank == 0:
             next_token[b, row_parents[i]] = i
@@ -366,10 +366,10 @@ def write_tree(b, live, candidates, root_tokens, rooted, rows, tree):
     cuda.syncthreads()
     if cuda.threadIdx.x == 0:
         n_rows[b] = live[0]
-    i = cuda.threadIdx.x
+    i = np.uint32(cuda.threadIdx.x)
     while i < parents.shape[1]:
         write_row(b, i, live[0], candidates, root_tokens, rooted, rows, tree)
-        i += cuda.blockDim.x
+        i = np.uint32(i + np.uint32(cuda.blockDim.x))
 
 
 # ----------------------------------------------------------------------- simple version
@@ -405,7 +405,7 @@ def tree_build_kernel(
     ranks = cuda.shared.array(MAX_DRAFT_NODES, np.uint16)
     before = cuda.shared.array(MAX_DRAFT_NODES, np.uint16)
     live = cuda.shared.array(1, np.int32)
-    b = cuda.blockIdx.x
+    b = np.uint32(cuda.blockIdx.x)
     table = log_probs[b]
     rows = row_scores, row_parents, row_depths, row_ranks, row_before
     links = next_token, next_sibling
@@ -608,7 +608,7 @@ def tree_build_small_kernel(
     row_before = cuda.shared.array(SMALL_ROOM, np.uint16)  # previous sibling, or 0
     corner = cuda.shared.array(CORNER, np.float64)
     live = cuda.shared.array(1, np.int32)
-    b = cuda.blockIdx.x
+    b = np.uint32(cuda.blockIdx.x)
     rows = row_scores, row_parents, row_depths, row_ranks, row_before
     links = next_token, next_sibling
     tree = token_ids, parents, depths, links, row_log_probs, visibility, n_rows
@@ -1040,7 +1040,7 @@ def tree_build_parallel_kernel(
     firsts = cuda.shared.array(DEPTHS, np.float32)  # the best candidates …
     spine = cuda.shared.array(DEPTHS, np.float32)  # … and their sums
     live = cuda.shared.array(1, np.int32)
-    b = cuda.blockIdx.x
+    b = np.uint32(cuda.blockIdx.x)
     table = log_probs[b]
     rows = row_scores, row_parents, row_depths, row_ranks, row_before
     links = next_token, next_sibling
