@@ -108,7 +108,7 @@ SMALL_ROOM = SMALL_ROWS + WARP  # for a row that a lane does not write
 # Depths and ranks that are looked at, one more than a tree has; whole pieces of them.
 CORNER = SMALL_ROWS, SMALL + PIECE
 SMALL_THREADS = 128
-PARALLEL_THREADS = 512  # at most
+PARALLEL_THREADS = 768  # at most
 LABEL_BITS = 63
 EXACT_DEPTH = LABEL_BITS - 2 * (MAX_DRAFT_NODES.bit_length() - 1)
 DEPTHS = EXACT_DEPTH + 1
@@ -1212,8 +1212,8 @@ def tree_build(
 
 
 def _parallel_threads(most: int) -> int:
-    """Threads of a block: warps that find nothing to do take time from the others."""
-    return 128 if most <= 128 else 256 if most <= 512 else PARALLEL_THREADS
+    """Threads of a block: a lane a row, and more for paths and parents if they help."""
+    return 288 if most <= 128 else 544 if most <= 256 else PARALLEL_THREADS
 
 
 def _empty_tree(at: Place, batch: int, n: int) -> DraftTree:
