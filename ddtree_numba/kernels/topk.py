@@ -83,7 +83,7 @@ PIECES = 4  # of eight logits, that a lane of the scan holds
 HELD = PIECES * PIECE
 SPAN = WARP * HELD  # logits of a warp
 MAX_CHUNKS = MAX_K + 64  # more than k, to spare a selection its last rounds
-RUN, LANES = 128, 8  # codes that are sorted by counting, lanes that count for each
+RUN, LANES = 64, 8  # codes that are sorted by counting, lanes that count for each
 # Bins of how far a chunk lies below the best one: 64 to a doubling, from 1/4 on.
 STEP_BITS = 17  # low bits of a float32 that a bin does not tell apart
 FIRST_STEP = int(np.float32(0.25).view(np.int32)) >> STEP_BITS
