@@ -351,6 +351,14 @@ def test_more_ties_than_there_is_room_for(monkeypatch, name, size):
     assert_same(found, tree_build(log_probs, tokens, 40, executor="numpy"))
 
 
+@EVERY_VERSION
+def test_more_candidates_that_tie_than_a_tree_has_ranks(executor, version):
+    log_probs, tokens = random_candidates(2, (1, 1, 1100))
+    log_probs[:] = -0.5
+    tree = tree_build(log_probs, tokens, 40, version=version, executor=executor)
+    assert tree.token_ids[0, 1:].tolist() == tokens[0, 0, :40].tolist()
+
+
 @FOR_LARGE_TREES
 def test_more_children_than_a_warp_has_lanes(executor, version):
     log_probs, tokens = random_candidates(2, (1, 2, 70))

@@ -658,7 +658,7 @@ def add_up_spine(length, firsts, spine):
 
 
 @cuda.jit(device=True)
-def count_detours(table, firsts, spine, bound, scale, histogram):
+def count_detours(table, ranks, firsts, spine, bound, scale, histogram):
     """Count all paths that leave the most probable one at one position at most."""
     least = np.float32(max(bound, LOWEST))
     length = np.uint32(table.shape[0])
@@ -668,7 +668,7 @@ def count_detours(table, firsts, spine, bound, scale, histogram):
         while position >= length:
             position = np.uint32(position - length)
             rank = np.uint32(rank + np.uint32(WARP))
-        if rank >= table.shape[1]:
+        if rank >= ranks:
             break
         step = table[position, rank] - firsts[position]
         end = position
@@ -738,7 +738,7 @@ def take_passing(child, bound, end, siblings, counts, pool):
 
 
 @cuda.jit(device=True)
-def take_children(row, depth, level, bound, counts, pool):
+def take_children(row, ranks, depth, level, bound, counts, pool):
     """Put those children of a level that score no less than the bound behind it.
 
     `level` is where it starts and ends in the pool. ``counts[depth]``, 0 before, is how
@@ -751,7 +751,7 @@ def take_children(row, depth, level, bound, counts, pool):
     lane = np.uint32(cuda.threadIdx.x % WARP)
     part = np.uint32(lane % np.uint32(TEAM))
     warps = np.uint32(cuda.blockDim.x // WARP)
-    step = np.float64(row[part]) if part < row.size else np.float64(-math.inf)
+    step = np.float64(row[part]) if part < ranks else np.float64(-math.inf)
     start = np.uint32(first + np.uint32(cuda.threadIdx.x // WARP))
     while start < end:  # whole warps
         parent = np.uint32(start + np.uint32(lane // np.uint32(TEAM)) * warps)
@@ -771,7 +771,7 @@ def take_children(row, depth, level, bound, counts, pool):
             passing = np.uint32(1 << WARP - 1)
             while passing >> np.uint32(WARP - 1) != 0:  # the last of those before
                 child = np.float64(-math.inf)
-                if rank < row.size:
+                if rank < ranks:
                     child = its_score + np.float64(row[rank])
                 siblings = np.uint32(its_link | rank), lane, before
                 passing, its_slot = take_passing(
@@ -795,7 +795,7 @@ def count_pool(end, bound, scale, histogram, scores):
 
 
 @cuda.jit(device=True)
-def raise_bound(row, level, budget, bound, counting, scores):
+def raise_bound(row, ranks, level, budget, bound, counting, scores):
     """The bound as the pool and all children of its last level give it."""
     histogram = counting[0]
     first, end = level
@@ -805,7 +805,7 @@ def raise_bound(row, level, budget, bound, counting, scores):
     while parent < end:
         score = score_of(parent, scores)
         rank = np.uint32(0)
-        while rank < row.size:
+        while rank < ranks:
             child = score + np.float64(row[rank])
             if not child >= bound:
                 break
@@ -825,6 +825,8 @@ def collect(table, budget, paths, counting, counts, pool):
     histogram = counting[0]
     (near, _), nodes, _ = pool
     room = np.uint32(nodes.shape[1])
+    # A node of a rank from the budget on has as many siblings before it.
+    ranks = np.uint32(min(budget, table.shape[1]))
     if cuda.threadIdx.x == 0:
         near[0] = np.float64(0.0)
         nodes[LINK, 0] = nodes[BEFORE, 0] = nodes[ROW, 0] = 0
@@ -836,7 +838,7 @@ def collect(table, budget, paths, counting, counts, pool):
     scale = spread_over(bound)
     add_up_spine(table.shape[0], *paths)
     clear_bins(histogram)  # its barrier also orders the spine before it is read
-    count_detours(table, *paths, bound, scale, histogram)
+    count_detours(table, ranks, *paths, bound, scale, histogram)
     bound = bound_of(find_bin(counting, budget), scale, bound)
     surplus = np.uint32(MOST_SURPLUS * budget)
     limit = min(room, np.uint32(surplus + np.uint32(1)))
@@ -846,13 +848,13 @@ def collect(table, budget, paths, counting, counts, pool):
         row = table[np.uint32(depth - np.uint32(1))]
         level = first, end
         while True:
-            take_children(row, depth, level, bound, counts, pool)
+            take_children(row, ranks, depth, level, bound, counts, pool)
             cuda.syncthreads()  # the children are in the pool before they are read
             upto = np.uint32(end + np.uint32(counts[depth]))
             if upto <= limit:
                 break
             # There are many more than are wanted: find a bound that is nearer.
-            raised = raise_bound(row, level, budget, bound, counting, pool[0])
+            raised = raise_bound(row, ranks, level, budget, bound, counting, pool[0])
             if raised > bound:
                 limit = min(room, np.uint32(end + surplus))
             elif limit < room:
