@@ -5,7 +5,7 @@ What the emulator reports of their misuse is in tests/test_emulator_hopper.py.
 
 import numpy as np
 import pytest
-from numba import cuda, float32, types, uint16, uint32, uint64
+from numba import cuda, float32, int32, types, uint16, uint32, uint64
 from numba.core import config
 from tensor_maps import tensor_map_on
 
@@ -292,8 +292,9 @@ def test_scores_of_two_pieces(machine):
 
 
 @cuda.jit
-def values_kernel(p, v, out):
+def values_kernel(p, v, adds, then_adds, out):
     # p [128, 16] u32: bf16 pairs of [64, 64] as in registers; v [64, 256] bf16
+    # adds, then_adds: i32, 0 if what was summed up to there is forgotten
     # out [128, 128] f32: 3 p · v + 1, as in registers
     tiles = cuda.shared.array((5, PIECE), uint16, alignment=1024)
     sums = cuda.local.array(128, float32)
@@ -318,15 +319,15 @@ def values_kernel(p, v, out):
     shared_weights = wgmma_descriptor(tiles, (4, 0))
     values = wgmma_descriptor(tiles, (0, 0))
     wgmma_fence(sums, 128)
-    wgmma_m64n256k16_bf16(sums, shared_weights, 0, values, 0)
-    wgmma_m64n256k16_bf16(sums, shared_weights, 2, values, 128)
-    wgmma_m64n256k16_bf16(sums, shared_weights, 4, values, 256)
-    wgmma_m64n256k16_bf16(sums, shared_weights, 6, values, 384)
+    wgmma_m64n256k16_bf16(sums, shared_weights, 0, values, 0, adds)
+    wgmma_m64n256k16_bf16(sums, shared_weights, 2, values, 128, 1)
+    wgmma_m64n256k16_bf16(sums, shared_weights, 4, values, 256, 1)
+    wgmma_m64n256k16_bf16(sums, shared_weights, 6, values, 384, 1)
     wgmma_commit_group()
-    wgmma_m64n256k16_bf16_from_registers(sums, weights, 0, values, 0)
-    wgmma_m64n256k16_bf16_from_registers(sums, weights, 4, values, 128)
-    wgmma_m64n256k16_bf16_from_registers(sums, weights, 8, values, 256)
-    wgmma_m64n256k16_bf16_from_registers(sums, weights, 12, values, 384)
+    wgmma_m64n256k16_bf16_from_registers(sums, weights, 0, values, 0, then_adds)
+    wgmma_m64n256k16_bf16_from_registers(sums, weights, 4, values, 128, 1)
+    wgmma_m64n256k16_bf16_from_registers(sums, weights, 8, values, 256, 1)
+    wgmma_m64n256k16_bf16_from_registers(sums, weights, 12, values, 384, 1)
     wgmma_commit_group()
     wgmma_4_m64n256k16_bf16_from_registers(sums, weights, values)
     wgmma_commit_group()
@@ -340,13 +341,22 @@ def values_case():
     parts = [
         wgmma.registers_of_a(from_float32(p[:, k : k + 16])) for k in (0, 16, 32, 48)
     ]
-    return np.concatenate(parts, axis=1), from_float32(v), 3 * p @ v + 1
+    return np.concatenate(parts, axis=1), from_float32(v), p @ v
 
 
-def test_values_times_weights_from_memory_and_from_registers(machine):
-    p, v, expected = values_case()
+@pytest.mark.parametrize(
+    ("adds", "times", "more"),
+    [((1, 1), 3, 1), ((0, 1), 3, 0), ((1, 0), 2, 0)],
+    ids=["to-all", "to-nothing", "to-nothing-later"],
+)
+def test_values_times_weights_from_memory_and_from_registers(
+    machine, adds, times, more
+):
+    p, v, product = values_case()
     out = machine.put(np.zeros((128, 128), np.float32))
-    machine.launch(values_kernel, 1, 128, machine.put(p), machine.put(v), out)
+    given = machine.put(p), machine.put(v), *np.int32(adds)
+    machine.launch(values_kernel, 1, 128, *given, out)
+    expected = times * product + more
     assert (wgmma.sums_of_registers(machine.give(out)) == expected).all()
 
 
@@ -354,7 +364,7 @@ def test_values_times_weights_from_memory_and_from_registers(machine):
 def test_nothing_is_wrong_with_these_kernels_in_any_order(order):
     p, v, _ = values_case()
     out = np.zeros((128, 128), np.float32)
-    report = emulate(values_kernel, 1, 128, p, v, out, order=order, trace=True)
+    report = emulate(values_kernel, 1, 128, p, v, 1, 1, out, order=order, trace=True)
     assert report.races == []
 
     tensor = numbered(1, 256, 64)
@@ -426,7 +436,7 @@ MAP, I32 = U64[::1], types.int32
         ),
         (
             values_kernel,
-            (U32[:, ::1], U16[:, ::1], F32[:, ::1]),
+            (U32[:, ::1], U16[:, ::1], int32, int32, F32[:, ::1]),
             {
                 "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16": 12,
                 "fence.proxy.async.shared::cta": 1,

@@ -1147,48 +1147,55 @@ def wgmma_m64n64k16_bf16(typingctx, acc, a, a_offset, b, b_offset, accumulate):
 
 
 @intrinsic
-def wgmma_m64n256k16_bf16(typingctx, acc, a, a_offset, b, b_offset):
+def wgmma_m64n256k16_bf16(typingctx, acc, a, a_offset, b, b_offset, accumulate):
     """``wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16``: acc += a @ b.
 
     acc : 128 float32; changed
     a : descriptor of a 64x16 matrix, K-major in shared memory
     b : descriptor of a 16x256 matrix, MN-major in shared memory (4 pieces)
     a_offset, b_offset : constants that are added to the descriptors, in 16 bytes
+    accumulate : an integer; 0 for ``acc = a @ b``
     """
     _check_registers("acc", acc, types.float32)
-    signature = types.void(acc, types.uint32, a_offset, types.uint32, b_offset)
+    signature = types.void(
+        acc, types.uint32, a_offset, types.uint32, b_offset, accumulate
+    )
 
     def codegen(context, builder, signature, args):
         operands = _as_uint32(context, builder, signature.args[1:], args[1:])
 
         def text(d, given):
-            a, a_offset, b, b_offset = given
+            a, a_offset, b, b_offset, accumulate = given
             return (
                 "{\n"
                 + _descriptor("a", a, a_offset)
                 + _descriptor("b", b, b_offset)
-                + "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
-                f"{d}, a, b, 1, 1, 1, 0, 1;\n}}"
+                + f".reg .pred adds;\nsetp.ne.u32 adds, {accumulate}, 0;\n"
+                "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+                f"{d}, a, b, adds, 1, 1, 0, 1;\n}}"
             )
 
-        _tied(context, builder, text, (acc, args[0], 128), operands, "r,n,r,n")
+        _tied(context, builder, text, (acc, args[0], 128), operands, "r,n,r,n,r")
         return context.get_dummy_value()
 
     return signature, codegen
 
 
 @intrinsic
-def wgmma_m64n256k16_bf16_from_registers(typingctx, acc, a, first, b, b_offset):
+def wgmma_m64n256k16_bf16_from_registers(
+    typingctx, acc, a, first, b, b_offset, accumulate
+):
     """The same `wgmma` with A in registers: acc += a @ b.
 
     acc : 128 float32; changed
     a, first : a local array of uint32, and the first of the 4 that are a 64x16 matrix
     b : descriptor of a 16x256 matrix, MN-major in shared memory (4 pieces)
     b_offset : a constant that is added to the descriptor, in 16 bytes
+    accumulate : an integer; 0 for ``acc = a @ b``
     """
     _check_registers("acc", acc, types.float32)
     _check_registers("a", a, types.uint32)
-    signature = types.void(acc, a, first, types.uint32, b_offset)
+    signature = types.void(acc, a, first, types.uint32, b_offset, accumulate)
 
     def codegen(context, builder, signature, args):
         data = context.make_array(a)(context, builder, args[1]).data
@@ -1200,10 +1207,10 @@ def wgmma_m64n256k16_bf16_from_registers(typingctx, acc, a, first, b, b_offset):
         operands += _as_uint32(context, builder, signature.args[3:], args[3:])
 
         def text(d, given):
-            *a, b, b_offset = given
-            return _product_from_registers(d, a, b, b_offset)
+            *a, b, b_offset, accumulate = given
+            return _product_from_registers(d, a, b, b_offset, accumulate)
 
-        constraints = "r,r,r,r,r,n"
+        constraints = "r,r,r,r,r,n,r"
         _tied(context, builder, text, (acc, args[0], 128), operands, constraints)
         return context.get_dummy_value()
 
@@ -1232,7 +1239,7 @@ def wgmma_4_m64n256k16_bf16_from_registers(typingctx, acc, a, b):
         def text(d, given):
             *registers, b = given
             products = [
-                _product_from_registers(d, registers[4 * n : 4 * n + 4], b, 128 * n)
+                _product_from_registers(d, registers[4 * n : 4 * n + 4], b, 128 * n, 1)
                 for n in range(4)
             ]
             return "wgmma.fence.sync.aligned;\n" + "\n".join(products)
@@ -1244,13 +1251,16 @@ def wgmma_4_m64n256k16_bf16_from_registers(typingctx, acc, a, b):
     return types.void(acc, a, types.uint32), codegen
 
 
-def _product_from_registers(d: str, a: list[str], b: str, b_offset: Any) -> str:
+def _product_from_registers(
+    d: str, a: list[str], b: str, b_offset: Any, accumulate: Any
+) -> str:
     """PTX of one `wgmma` with A in registers."""
     return (
         "{\n"
         + _descriptor("b", b, b_offset)
-        + "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
-        f"{d}, {{{', '.join(a)}}}, b, 1, 1, 1, 1;\n}}"
+        + f".reg .pred adds;\nsetp.ne.u32 adds, {accumulate}, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+        f"{d}, {{{', '.join(a)}}}, b, adds, 1, 1, 1;\n}}"
     )
 
 
@@ -1321,6 +1331,11 @@ def _whole(low: int, offset: int) -> int:
     return _DESCRIPTOR_HIGH << 32 | int(low) + int(offset)
 
 
+def _four(array: Any, first: int) -> tuple[int, ...]:
+    """The four registers of a 64x16 matrix."""
+    return array[first], array[first + 1], array[first + 2], array[first + 3]
+
+
 @emulation(wgmma_m64n64k16_bf16)
 def _(lane, acc, a, a_offset, b, b_offset, accumulate):
     a, b = _whole(a, a_offset), _whole(b, b_offset)
@@ -1328,24 +1343,23 @@ def _(lane, acc, a, a_offset, b, b_offset, accumulate):
 
 
 @emulation(wgmma_m64n256k16_bf16)
-def _(lane, acc, a, a_offset, b, b_offset):
+def _(lane, acc, a, a_offset, b, b_offset, accumulate):
     a, b = _whole(a, a_offset), _whole(b, b_offset)
-    hopper.multiply(lane, acc, a, b, n=256, b_rows=True)
+    hopper.multiply(lane, acc, a, b, n=256, accumulate=accumulate, b_rows=True)
 
 
 @emulation(wgmma_m64n256k16_bf16_from_registers)
-def _(lane, acc, a, first, b, b_offset):
-    registers = a[first], a[first + 1], a[first + 2], a[first + 3]
-    hopper.multiply(lane, acc, registers, _whole(b, b_offset), n=256, b_rows=True)
+def _(lane, acc, a, first, b, b_offset, accumulate):
+    a, b = _four(a, first), _whole(b, b_offset)
+    hopper.multiply(lane, acc, a, b, n=256, accumulate=accumulate, b_rows=True)
 
 
 @emulation(wgmma_4_m64n256k16_bf16_from_registers)
 def _(lane, acc, a, b):
     hopper.fence_products(lane)
     for n in range(4):
-        registers = a[4 * n], a[4 * n + 1], a[4 * n + 2], a[4 * n + 3]
         b_there = _whole(b, 128 * n)
-        hopper.multiply(lane, acc, registers, b_there, n=256, b_rows=True)
+        hopper.multiply(lane, acc, _four(a, 4 * n), b_there, n=256, b_rows=True)
 
 
 emulation(wait_for_at_least)(hopper.wait_for_at_least)

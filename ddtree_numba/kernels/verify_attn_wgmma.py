@@ -777,15 +777,19 @@ def scale_quarter(sums, first, factor0, factor1):
 
 
 @device
-def move_top(top, total, sums, new0, new1):
-    """Move the references of rows g and g + 8, and scale what was summed up to them."""
-    factor0, factor1 = ex2_approx(top[0] - new0), ex2_approx(top[1] - new1)
-    scale_quarter(sums, 0, factor0, factor1)
-    scale_quarter(sums, 32, factor0, factor1)
-    scale_quarter(sums, 64, factor0, factor1)
-    scale_quarter(sums, 96, factor0, factor1)
-    total[0] *= factor0
-    total[1] *= factor1
+def move_top(top, total, sums, adds, new0, new1):
+    """Move the references of rows g and g + 8, and scale what was summed up to them.
+
+    adds : 0 if nothing was
+    """
+    if adds != 0:
+        factor0, factor1 = ex2_approx(top[0] - new0), ex2_approx(top[1] - new1)
+        scale_quarter(sums, 0, factor0, factor1)
+        scale_quarter(sums, 32, factor0, factor1)
+        scale_quarter(sums, 64, factor0, factor1)
+        scale_quarter(sums, 96, factor0, factor1)
+        total[0] *= factor0
+        total[1] *= factor1
     top[0], top[1] = new0, new1
 
 
@@ -812,13 +816,16 @@ def add_own(sums, weights, values):
 
 
 @device
-def add_other(sums, weights, values):
-    """Add weights · values for 64 keys whose weights are in shared memory."""
+def add_other(sums, weights, values, adds):
+    """Add weights · values for 64 keys whose weights are in shared memory.
+
+    adds : 0 if these are the first, whatever the sums were
+    """
     wgmma_fence(sums, 128)
-    wgmma_m64n256k16_bf16(sums, weights, 0, values, 0)
-    wgmma_m64n256k16_bf16(sums, weights, 2, values, 128)
-    wgmma_m64n256k16_bf16(sums, weights, 4, values, 256)
-    wgmma_m64n256k16_bf16(sums, weights, 6, values, 384)
+    wgmma_m64n256k16_bf16(sums, weights, 0, values, 0, adds)
+    wgmma_m64n256k16_bf16(sums, weights, 2, values, 128, 1)
+    wgmma_m64n256k16_bf16(sums, weights, 4, values, 256, 1)
+    wgmma_m64n256k16_bf16(sums, weights, 6, values, 384, 1)
     wgmma_commit_group()
 
 
@@ -829,7 +836,7 @@ def add_other(sums, weights, values):
 @device
 def weigh_even(
     memory, thread, request, seen, scores, weights, sums, top, total, fresh, key0,
-    scale, margin,
+    adds, scale, margin,
 ):  # fmt: skip
     """Weights of an even tile, and the left half of its values, at the same time."""
     mask(memory, thread, request, seen, scores, EVEN, key0, EVEN_ALONE)
@@ -837,21 +844,21 @@ def weigh_even(
     if passed(x0 * scale, top[0] + margin, x1 * scale, top[1] + margin):
         new0 = raise_top(top[0], x0, scale, margin)
         new1 = raise_top(top[1], x1, scale, margin)
-        move_top(top, total, sums, new0, new1)
+        move_top(top, total, sums, adds, new0, new1)
     values = wgmma_descriptor(memory.shared, EVEN)
     fresh[0], fresh[1] = ZERO, ZERO
     weigh16(scores, 0, scale, top[0], top[1], weights, fresh)
     wgmma_fence(sums, 128)
-    wgmma_m64n256k16_bf16_from_registers(sums, weights, 0, values, 0)
+    wgmma_m64n256k16_bf16_from_registers(sums, weights, 0, values, 0, adds)
     weigh16(scores, 1, scale, top[0], top[1], weights, fresh)
     wgmma_fence(sums, 128)
-    wgmma_m64n256k16_bf16_from_registers(sums, weights, 4, values, 128)
+    wgmma_m64n256k16_bf16_from_registers(sums, weights, 4, values, 128, 1)
     weigh16(scores, 2, scale, top[0], top[1], weights, fresh)
     wgmma_fence(sums, 128)
-    wgmma_m64n256k16_bf16_from_registers(sums, weights, 8, values, 256)
+    wgmma_m64n256k16_bf16_from_registers(sums, weights, 8, values, 256, 1)
     weigh16(scores, 3, scale, top[0], top[1], weights, fresh)
     wgmma_fence(sums, 128)
-    wgmma_m64n256k16_bf16_from_registers(sums, weights, 12, values, 384)
+    wgmma_m64n256k16_bf16_from_registers(sums, weights, 12, values, 384, 1)
     wgmma_commit_group()
     share(memory, thread, weights, EVEN_WEIGHTS, top[0], top[1], EVEN_TOPS)
     bar_arrive(EVEN_READY, CONSUMERS)
@@ -869,9 +876,9 @@ def take_odd(memory, thread, sums, top, total):
     new0 = memory.floats[ODD_TOPS + thread.row]
     new1 = memory.floats[ODD_TOPS + thread.row + 8]
     if differ(top[0], new0, top[1], new1):
-        move_top(top, total, sums, new0, new1)
+        move_top(top, total, sums, 1, new0, new1)
     weights = wgmma_descriptor(memory.shared, ODD_WEIGHTS)
-    add_other(sums, weights, wgmma_descriptor(memory.shared, ODD))
+    add_other(sums, weights, wgmma_descriptor(memory.shared, ODD), 1)
 
 
 @device
@@ -892,7 +899,7 @@ def compute_even(
 ):  # fmt: skip
     """Warpgroup 0's share of `count` tiles of keys; returns the next tile's parity."""
     note_padding(memory, thread, request, visibility)
-    left = np.int32(count)
+    left, adds = np.int32(count), np.int32(0)
     score_even_left(memory, scores, parity, True, queries_parity)
     while True:
         score_even_rest(memory, scores, parity, left == count, queries_parity)
@@ -905,8 +912,9 @@ def compute_even(
             mbarrier_arrive(memory.barriers, QUERIES_FREE)
         weigh_even(
             memory, thread, request, seen, scores, weights, sums, top, total, fresh,
-            key0, scale, margin,
+            key0, adds, scale, margin,
         )  # fmt: skip
+        adds = np.int32(1)
         if left == 1:  # the last even tile, with no odd one beside it
             break
         take_odd(memory, thread, sums, top, total)
@@ -931,26 +939,26 @@ def compute_even(
 
 
 @device
-def add_even(memory, sums):
+def add_even(memory, sums, adds):
     """Begin to add the right half of an even tile's values."""
     weights = wgmma_descriptor(memory.shared, EVEN_WEIGHTS)
-    add_other(sums, weights, wgmma_descriptor(memory.shared, EVEN + 4 * PIECE))
+    add_other(sums, weights, wgmma_descriptor(memory.shared, EVEN + 4 * PIECE), adds)
 
 
 @device
-def take_even(memory, thread, sums, top, total):
+def take_even(memory, thread, sums, top, total, adds):
     """Begin to add the right half of an even tile's values, whose weights are there."""
     new0 = memory.floats[EVEN_TOPS + thread.row]
     new1 = memory.floats[EVEN_TOPS + thread.row + 8]
     if differ(top[0], new0, top[1], new1):
-        move_top(top, total, sums, new0, new1)
-    add_even(memory, sums)
+        move_top(top, total, sums, adds, new0, new1)
+    add_even(memory, sums, adds)
 
 
 @device
 def weigh_odd(
     memory, thread, request, seen, scores, weights, sums, top, total, fresh, key0,
-    scale, margin,
+    adds, scale, margin,
 ):  # fmt: skip
     """Weights of an odd tile, and the right halves of both tiles' values."""
     mask(memory, thread, request, seen, scores, ODD, key0, ODD_ALONE)
@@ -965,16 +973,16 @@ def weigh_odd(
     even1 = memory.floats[EVEN_TOPS + thread.row + 8]
     if differ(top[0], even0, top[1], even1):
         # The even tile moved the references: weigh again from there.
-        move_top(top, total, sums, even0, even1)
+        move_top(top, total, sums, adds, even0, even1)
         new0 = raise_top(even0, x0, scale, margin)
         new1 = raise_top(even1, x1, scale, margin)
         weigh64(scores, scale, new0, new1, weights, fresh)
-    add_even(memory, sums)
+    add_even(memory, sums, adds)
     share(memory, thread, weights, ODD_WEIGHTS, new0, new1, ODD_TOPS)
     bar_arrive(ODD_READY, CONSUMERS)
     if differ(top[0], new0, top[1], new1):
         wgmma_wait_group(0, sums, 128)
-        move_top(top, total, sums, new0, new1)
+        move_top(top, total, sums, 1, new0, new1)
     add_own(sums, weights, wgmma_descriptor(memory.shared, ODD + 4 * PIECE))
     wgmma_wait_group(1, sums, 128)
     if thread.number == 0:
@@ -992,7 +1000,7 @@ def compute_odd(
     key0, count, parity, queries_parity, scale, margin,
 ):  # fmt: skip
     """Warpgroup 1's share of `count` tiles of keys; returns the next tile's parity."""
-    pairs = count >> 1
+    pairs, adds = count >> 1, np.int32(0)
     bar_arrive(WRITTEN, CONSUMERS)
     key0 = np.int32(key0 + KEYS)
     for pair in range(pairs):
@@ -1006,14 +1014,15 @@ def compute_odd(
             mbarrier_arrive(memory.barriers, QUERIES_FREE)
         weigh_odd(
             memory, thread, request, seen, scores, weights, sums, top, total, fresh,
-            key0, scale, margin,
+            key0, adds, scale, margin,
         )  # fmt: skip
+        adds = np.int32(1)
         key0 = np.int32(key0 + 2 * KEYS)
     if thread.number == 0 and pairs == 0:
         mbarrier_arrive(memory.barriers, QUERIES_FREE)
     if count & 1 != 0:
         bar_sync(EVEN_READY, CONSUMERS)  # weights of the last even tile are there
-        take_even(memory, thread, sums, top, total)
+        take_even(memory, thread, sums, top, total, adds)
         wgmma_wait_group(0, sums, 128)
         if thread.number == 0:
             mbarrier_arrive(memory.barriers, EVEN_RIGHT_FREE)
@@ -1506,13 +1515,6 @@ def thread_of(number):
     )
 
 
-@device
-def clear_quarter(sums, first):
-    """Set the sums of 64 columns to 0."""
-    for n in range(first, first + 32):
-        sums[n] = ZERO
-
-
 @cuda.jit(launch_bounds=(THREADS, 1))
 def wgmma_kernel(
     query_map,  # [16] u64: tensor map of q as [B, R, 576], packed rows R = N·H
@@ -1633,10 +1635,6 @@ def wgmma_kernel(
         node0 = np.int32(min(divide(row, heads), n_rows - 1))
         node1 = np.int32(min(divide(row + 8, heads), n_rows - 1))
         request = Request(b, node0, node1, prefix_len, n_keys)
-        clear_quarter(sums, 0)
-        clear_quarter(sums, 32)
-        clear_quarter(sums, 64)
-        clear_quarter(sums, 96)
         top[0], top[1], total[0], total[1] = NO_TOP, NO_TOP, ZERO, ZERO
         if group == 0:
             parity = compute_even(
