@@ -43,6 +43,7 @@ from ddtree_numba.kernels.ptx import (
     max_bf16x2,
     min_bf16x2,
     mma_m16n8k16_bf16,
+    uncounted,
 )
 
 LANES = np.arange(32)
@@ -125,6 +126,41 @@ def test_mma_is_a_matrix_product_in_the_layout_of_its_table(kernel_executor):
     inputs = from_float32(a), from_float32(b), c
     out = launch(kernel_executor, mma_kernel, 1, 32, *inputs, out=np.zeros_like(c))
     assert (out == a @ b + c).all()
+
+
+@cuda.jit
+def once_kernel(n, x, out):
+    # n i32; x [n] i32; out [n] i32
+    i = int32(0)
+    while i < n:
+        cuda.atomic.add(out, i, x[i])
+        i = uncounted(i + 1)
+
+
+@cuda.jit
+def as_it_likes_kernel(n, x, out):
+    i = int32(0)
+    while i < n:
+        cuda.atomic.add(out, i, x[i])
+        i = int32(i + 1)
+
+
+def test_what_nobody_counts_is_counted_rightly(kernel_executor):
+    x = np.arange(7, dtype=np.int32)
+    at = place(kernel_executor)
+    out = at.put(np.ones_like(x))
+    at.launch(once_kernel, 1, 1, np.int32(x.size), at.put(x), out)
+    assert (at.give(out) == x + 1).all()
+
+
+@pytest.mark.ptx
+def test_a_loop_that_nobody_counts_is_written_once():
+    signature = int32, int32[::1], int32[::1]
+    additions = [
+        len(re.findall(r"(?:atom|red)\.", compile_ptx(kernel, signature)))
+        for kernel in (once_kernel, as_it_likes_kernel)
+    ]
+    assert additions[0] == 1 < additions[1]
 
 
 @pytest.mark.parametrize("special", [np.inf, np.nan])

@@ -21,6 +21,7 @@ Compute capability 8.0 or later
 `st_shared_v2_f32`           … in shared memory
 `fence_acq_rel_gpu`          order: accesses before and after, as other blocks see them
 `wait_for_at_least`          wait for a counter that other blocks add to
+`uncounted`                  an integer that the compiler takes to be any
 Compute capability 9.0
 ------------------------------------------------------------------------------------
 `mbarrier_init`              make a barrier that counts arrivals and bytes of copies
@@ -114,6 +115,7 @@ __all__ = [
     "st_global_v2_f32",
     "st_shared_v2_f32",
     "stmatrix_x4",
+    "uncounted",
     "wait_for_at_least",
     "wgmma_4_m64n256k16_bf16_from_registers",
     "wgmma_commit_group",
@@ -1271,6 +1273,25 @@ def _as_uint32(context: Any, builder: Any, kinds: Any, values: Any) -> list[Any]
     ]
 
 
+# -- what a compiler may know ---------------------------------------------------------
+
+
+@intrinsic
+def uncounted(typingctx, x):
+    """`x`, an int32, as if the compiler could not know what it is.
+
+    For what a loop counts: it is then written once. Copies of a loop that waits anyway
+    save nothing, and each comes from memory when it is first run.
+    """
+    _check_integer("x", x)
+
+    def codegen(context, builder, signature, args):
+        value = context.cast(builder, args[0], signature.args[0], types.int32)
+        return _assembly(builder, _I32, "mov.b32 $0, $1;", "=r,r", [value], memory=True)
+
+    return types.int32(x), codegen
+
+
 # -- Hopper's instructions in the emulator --------------------------------------------
 
 emulation(bar_sync)(hopper.barrier_sync)
@@ -1363,4 +1384,5 @@ def _(lane, acc, a, b):
 
 
 emulation(wait_for_at_least)(hopper.wait_for_at_least)
+emulation(uncounted)(lambda lane, x: x)
 emulation(fence_acq_rel_gpu)(lambda lane: lane.hub.fence())

@@ -103,6 +103,7 @@ from ddtree_numba.kernels.ptx import (
     st_global_v2_f32,
     st_shared_v2_f32,
     stmatrix_x4,
+    uncounted,
     wait_for_at_least,
     wgmma_4_m64n256k16_bf16_from_registers,
     wgmma_commit_group,
@@ -481,6 +482,13 @@ def load_piece(memory, at, arrived, piece, tensor_map, row, request):
         memory.barriers,
         barrier,
     )
+
+
+@device
+def load_first(memory, piece, query_map, cache_map, row, key, request):
+    """Ask for a piece of the queries, and of the first tile that they meet."""
+    load_piece(memory, QUERIES, QUERIES_ARRIVED, piece, query_map, row, request)
+    load_piece(memory, EVEN, EVEN_ARRIVED, piece, cache_map, key, request)
 
 
 @device
@@ -901,6 +909,8 @@ def compute_even(
     note_padding(memory, thread, request, visibility)
     left, adds = np.int32(count), np.int32(0)
     score_even_left(memory, scores, parity, True, queries_parity)
+    if count > 1:
+        bar_arrive(TURN, CONSUMERS)
     while True:
         score_even_rest(memory, scores, parity, left == count, queries_parity)
         seen = look(visibility, request, key0)
@@ -1004,8 +1014,7 @@ def compute_odd(
     bar_arrive(WRITTEN, CONSUMERS)
     key0 = np.int32(key0 + KEYS)
     for pair in range(pairs):
-        if pair > 0:
-            bar_sync(TURN, CONSUMERS)  # keeps this group half a softmax behind
+        bar_sync(TURN, CONSUMERS)  # keeps this group half a softmax behind
         score_odd(memory, scores, parity, pair == 0, queries_parity)
         seen = look(visibility, request, key0)
         wgmma_wait_group(0, scores, 32)
@@ -1572,36 +1581,43 @@ def wgmma_kernel(
                 memory.ints, prefix_lens, room, n_rows, row_tiles, step
             )
             while left > 0:
+                # What the groups wait for first; then how much more there is.
                 row, key = np.int32(row_tile * ROWS), np.int32(tile * KEYS)
+                mbarrier_wait(memory.barriers, QUERIES_FREE, queries_parity ^ 1)
+                queries_parity = np.int32(queries_parity ^ 1)
+                mbarrier_wait(memory.barriers, EVEN_LEFT_FREE, parity ^ 1)
+                load_first(memory, 0, query_map, cache_map, row, key, b)
+                load_first(memory, 1, query_map, cache_map, row, key, b)
+                load_first(memory, 2, query_map, cache_map, row, key, b)
+                load_first(memory, 3, query_map, cache_map, row, key, b)
+                load_first(memory, 8, query_map, cache_map, row, key, b)
+                mbarrier_wait(memory.barriers, EVEN_RIGHT_FREE, parity ^ 1)
+                load_first(memory, 4, query_map, cache_map, row, key, b)
+                load_first(memory, 5, query_map, cache_map, row, key, b)
+                load_first(memory, 6, query_map, cache_map, row, key, b)
+                load_first(memory, 7, query_map, cache_map, row, key, b)
+                parity = np.int32(parity ^ 1)
                 tiles = key_tiles(prefix_lens, b, room, n_rows)
                 count = np.int32(min(np.int32(tiles - tile), left))
                 prefix_len, _ = extent(prefix_lens, b, room, n_rows)
                 ahead = seen_from(
                     tile, count, prefix_len, room, n_rows, row_tile, heads
                 )
-                mbarrier_wait(memory.barriers, QUERIES_FREE, queries_parity ^ 1)
-                queries_parity = np.int32(queries_parity ^ 1)
-                first = True
-                while ahead > 0:
-                    mbarrier_wait(memory.barriers, EVEN_LEFT_FREE, parity ^ 1)
-                    if first:
-                        load_left(memory, QUERIES, QUERIES_ARRIVED, query_map, row, b)
-                    load_left(memory, EVEN, EVEN_ARRIVED, cache_map, key, b)
-                    mbarrier_wait(memory.barriers, EVEN_RIGHT_FREE, parity ^ 1)
-                    if first:
-                        load_right(memory, QUERIES, QUERIES_ARRIVED, query_map, row, b)
-                        first = False
-                    load_right(memory, EVEN, EVEN_ARRIVED, cache_map, key, b)
-                    parity = np.int32(parity ^ 1)
+                while ahead > 1:
                     key = np.int32(key + KEYS)
-                    if ahead > 1:
-                        mbarrier_wait(memory.barriers, ODD_RIGHT_FREE, odd_parity ^ 1)
-                        load_right(memory, ODD, ODD_ARRIVED, cache_map, key, b)
-                        mbarrier_wait(memory.barriers, ODD_LEFT_FREE, odd_parity ^ 1)
-                        load_left(memory, ODD, ODD_ARRIVED, cache_map, key, b)
-                        odd_parity = np.int32(odd_parity ^ 1)
+                    mbarrier_wait(memory.barriers, ODD_RIGHT_FREE, odd_parity ^ 1)
+                    load_right(memory, ODD, ODD_ARRIVED, cache_map, key, b)
+                    mbarrier_wait(memory.barriers, ODD_LEFT_FREE, odd_parity ^ 1)
+                    load_left(memory, ODD, ODD_ARRIVED, cache_map, key, b)
+                    odd_parity = np.int32(odd_parity ^ 1)
+                    if ahead > 2:
                         key = np.int32(key + KEYS)
-                    ahead = np.int32(ahead - 2)
+                        mbarrier_wait(memory.barriers, EVEN_LEFT_FREE, parity ^ 1)
+                        load_left(memory, EVEN, EVEN_ARRIVED, cache_map, key, b)
+                        mbarrier_wait(memory.barriers, EVEN_RIGHT_FREE, parity ^ 1)
+                        load_right(memory, EVEN, EVEN_ARRIVED, cache_map, key, b)
+                        parity = np.int32(parity ^ 1)
+                    ahead = uncounted(ahead - 2)
                 b, row_tile, tile, left, step = advance(
                     memory.ints, prefix_lens, room, n_rows, row_tiles, b, row_tile,
                     tile, left, count, step,
