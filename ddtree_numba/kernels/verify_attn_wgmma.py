@@ -32,7 +32,7 @@ first tile's maximum, and moves only when a score passes it by `MARGIN` powers o
 (`exact_max`: at once). So group 1 need not wait for P0's maximum: it weighs against the
 old reference, and again in the rare case that group 0 moved it.
 
-Shared memory, 230,988 of 232,448 bytes. A *piece* is 64 rows of 64 columns, swizzled by
+Shared memory, 231,004 of 232,448 bytes. A *piece* is 64 rows of 64 columns, swizzled by
 TMA (chunk c of row r at place ``c ^ (r & 7)``). As rows of keys it is an operand of
 q·k, and as columns of values of P·V, so nothing is transposed or copied::
 
@@ -41,7 +41,7 @@ q·k, and as columns of values of P·V, so nothing is transposed or copied::
     144     odd tile, 8 pieces of values   their sums, their factors
     208     its rope columns; once it is scored: P1
     216     P0                     while sums are written: 1 KB a warp
-    224     references and totals of rows, mbarriers, the block's plan and merges
+    224     references and totals of rows, who moved them, mbarriers, plan and merges
 
 Sharing out. All tiles of keys, row tile by row tile and request by request, are one
 line. Blocks are no more than run at the same time, one a multiprocessor: they wait for
@@ -146,9 +146,10 @@ EVEN_TOPS = (EVEN_WEIGHTS + PIECE) // 2
 ODD_TOPS = EVEN_TOPS + ROWS
 TOTALS = ODD_TOPS + ROWS  # of both warpgroups
 SEEING = TOTALS + 2 * ROWS  # 0 for padding rows, 1 for others
+MOVED = SEEING + ROWS  # of each warp, in 16 bits: whether its tile moved a reference
 # … and in mbarriers. "Arrived" has one for every piece of a tile; "free" says that a
 # warpgroup is done with its half of the values of a tile.
-BARRIERS = (SEEING + ROWS) // 2
+BARRIERS = (MOVED + 4) // 2
 EVEN_ARRIVED = BARRIERS
 ODD_ARRIVED = EVEN_ARRIVED + PIECES
 QUERIES_ARRIVED = ODD_ARRIVED + PIECES
@@ -802,6 +803,14 @@ def move_top(top, total, sums, adds, new0, new1):
 
 
 @device
+def note_move(memory, thread, first, moves):
+    """Write down for all whether this warp is the one to raise a reference."""
+    if thread.lane == 0:
+        at = 2 * MOVED + first + (thread.number >> 5)
+        memory.shared[at] = np.uint16(1) if moves else np.uint16(0)
+
+
+@device
 def differ(x0, y0, x1, y1):
     """Whether, for any thread of the warp, x0 is not y0 or x1 is not y1."""
     return cuda.any_sync(FULL_WARP, (x0 != y0) | (x1 != y1))
@@ -849,7 +858,9 @@ def weigh_even(
     """Weights of an even tile, and the left half of its values, at the same time."""
     mask(memory, thread, request, seen, scores, EVEN, key0, EVEN_ALONE)
     x0, x1 = lane_max(scores, 0), lane_max(scores, 1)
-    if passed(x0 * scale, top[0] + margin, x1 * scale, top[1] + margin):
+    moves = passed(x0 * scale, top[0] + margin, x1 * scale, top[1] + margin)
+    note_move(memory, thread, 0, moves)
+    if moves:
         new0 = raise_top(top[0], x0, scale, margin)
         new1 = raise_top(top[1], x1, scale, margin)
         move_top(top, total, sums, adds, new0, new1)
@@ -974,13 +985,17 @@ def weigh_odd(
     mask(memory, thread, request, seen, scores, ODD, key0, ODD_ALONE)
     x0, x1 = lane_max(scores, 0), lane_max(scores, 1)
     new0, new1 = top[0], top[1]
-    if passed(x0 * scale, new0 + margin, x1 * scale, new1 + margin):
+    moves = passed(x0 * scale, new0 + margin, x1 * scale, new1 + margin)
+    note_move(memory, thread, 4, moves)
+    if moves:
         new0 = raise_top(new0, x0, scale, margin)
         new1 = raise_top(new1, x1, scale, margin)
     weigh64(scores, scale, new0, new1, weights, fresh)
     bar_sync(EVEN_READY, CONSUMERS)  # and all of this group are done with the rope
     even0 = memory.floats[EVEN_TOPS + thread.row]
     even1 = memory.floats[EVEN_TOPS + thread.row + 8]
+    a, b, c, d = load4(memory.words, MOVED)
+    moved = a | b | c | d
     if differ(top[0], even0, top[1], even1):
         # The even tile moved the references: weigh again from there.
         move_top(top, total, sums, adds, even0, even1)
@@ -990,7 +1005,7 @@ def weigh_odd(
     add_even(memory, sums, adds)
     share(memory, thread, weights, ODD_WEIGHTS, new0, new1, ODD_TOPS)
     bar_arrive(ODD_READY, CONSUMERS)
-    if differ(top[0], new0, top[1], new1):
+    if moved != 0:  # by any warp of either group: all warps wait, or none
         wgmma_wait_group(0, sums, 128)
         move_top(top, total, sums, 1, new0, new1)
     add_own(sums, weights, wgmma_descriptor(memory.shared, ODD + 4 * PIECE))
