@@ -17,6 +17,7 @@ from ddtree_numba.emulator import (
     InFlightError,
     KernelError,
     LaunchError,
+    MisalignedError,
     OutOfBoundsError,
     UnfencedError,
     UninitialisedReadError,
@@ -76,9 +77,11 @@ mbarrier_arrive = instruction(hopper.mbarrier_arrive)
 mbarrier_wait = instruction(hopper.mbarrier_wait)
 fence_mbarriers = instruction(hopper.fence_mbarriers)
 fence_proxy = instruction(hopper.fence_proxy)
+fence_proxy_global = instruction(hopper.fence_proxy_global)
 fence_products = instruction(hopper.fence_products)
 commit_products = instruction(hopper.commit_products)
 wait_for_products = instruction(hopper.wait_for_products)
+bulk_copy = instruction(hopper.bulk_copy)
 bulk_load = instruction(hopper.bulk_load)
 shared_address = instruction(hopper.shared_address)
 wait_for_at_least = instruction(hopper.wait_for_at_least)
@@ -671,7 +674,7 @@ def tensor_written_kernel(boxes, x):
 @pytest.mark.parametrize(
     ("kernel", "what"),
     [
-        (tensor_written_kernel, "the tensor was written while"),
+        (tensor_written_kernel, "the source was written while"),
         (read_too_early_kernel, "tile[3, 0]: read while"),
         (second_copy_kernel, "tile[0, 0:128]: cp.async.bulk.tensor to it while"),
         (written_on_the_way_kernel, "tile[0, 0:128]: written"),
@@ -752,6 +755,83 @@ def test_a_refill_of_what_nobody_has_released_races_with_the_reader():
     # In this order the reader comes first; in the other it finds a copy on its way.
     with pytest.raises(InFlightError):
         emulate(hasty_refill_kernel, 1, 64, boxes, out, order="reverse")
+
+
+@cuda.jit
+def run_kernel(x, first, n_bytes, out):
+    # x [64] i32, out [32] i32
+    run = cuda.shared.array(32, int32, alignment=16)
+    full = cuda.shared.array(1, uint64)
+    i = cuda.threadIdx.x
+    run[i] = 0
+    fence_proxy()
+    if i == 0:
+        mbarrier_init(full, 0, 1)
+        fence_mbarriers()
+    cuda.syncthreads()
+    if i == 0:
+        mbarrier_arrive(full, 0, n_bytes)
+        bulk_copy(run, 4, x, first, n_bytes, full, 0)  # <-
+    mbarrier_wait(full, 0, 0)
+    out[i] = run[i]
+
+
+def test_a_run_of_bytes_comes_as_it_is():
+    x, out = np.arange(1, 65, dtype=np.int32), np.zeros(32, np.int32)
+    emulate(run_kernel, 1, 32, x, 40, 64, out)
+    assert out.tolist() == [0] * 4 + x[40:56].tolist() + [0] * 12
+
+
+@pytest.mark.parametrize(
+    ("error", "first", "n_bytes", "what"),
+    [
+        (UnsupportedError, 0, 24, "cp.async.bulk of 24 bytes: expected a multiple"),
+        (UnsupportedError, 0, 0, "cp.async.bulk of 0 bytes: expected a multiple"),
+        (MisalignedError, 2, 16, "x[2:6]: cp.async.bulk needs an address"),
+        (OutOfBoundsError, 56, 48, "x[56:68]: the 48 bytes of cp.async.bulk pass"),
+        (OutOfBoundsError, 0, 128, "run[4:36]: the 128 bytes of cp.async.bulk pass"),
+    ],
+)
+def test_a_run_of_bytes_that_cannot_be_copied(error, first, n_bytes, what):
+    x, out = np.arange(64, dtype=np.int32), np.zeros(32, np.int32)
+    assert what in fault(error, run_kernel, x, first, n_bytes, out, block=32)
+
+
+@cuda.jit
+def fetching_kernel(parts, counts, waits, fenced):
+    # parts [blocks, 4] i32, counts [blocks] i32: a block copies the other's part
+    fetched = cuda.shared.array(4, int32, alignment=16)
+    full = cuda.shared.array(1, uint64)
+    block, other = cuda.blockIdx.x, 1 - cuda.blockIdx.x
+    for n in range(4):
+        parts[block, n] = block  # <- 1
+    cuda.threadfence()
+    cuda.atomic.add(counts, block, 1)
+    mbarrier_init(full, 0, 1)
+    fence_mbarriers()
+    mbarrier_arrive(full, 0, 16)
+    if waits:
+        wait_for_at_least(counts, other, 1)
+    if fenced:
+        fence_proxy_global()
+    bulk_copy(fetched, 0, parts, (other, 0), 16, full, 0)  # <- 2
+    mbarrier_wait(full, 0, 0)
+
+
+def fetch(waits, fenced):
+    parts, counts = np.zeros((2, 4), np.int32), np.zeros(2, np.int32)
+    return emulate(fetching_kernel, 2, 1, parts, counts, waits, fenced, trace=True)
+
+
+def test_a_copy_of_what_another_block_has_posted_waits_and_is_fenced():
+    assert fetch(True, True).races == []
+    (race,) = fetch(False, True).races
+    assert race.between_blocks and race.array == "parts"
+    assert set(race.linenos) == {
+        marked_line(fetching_kernel, f"# <- {n}") for n in (1, 2)
+    }
+    with pytest.raises(UnfencedError, match=r"without a fence\.proxy\.async\.global"):
+        fetch(True, False)
 
 
 # -- misuse of products ---------------------------------------------------------------

@@ -16,11 +16,14 @@ from ddtree_numba.kernels.ptx import (
     bar_arrive,
     bar_red_or,
     bar_sync,
+    cp_async_bulk,
     cp_async_bulk_tensor_3d,
     fence_acq_rel_gpu,
     fence_mbarrier_init,
     fence_proxy_async,
+    fence_proxy_async_global,
     fence_proxy_tensormap,
+    has_reached,
     mbarrier_arrive,
     mbarrier_arrive_expect_tx,
     mbarrier_init,
@@ -30,7 +33,6 @@ from ddtree_numba.kernels.ptx import (
     st_global_v2_f32,
     st_shared_v2_f32,
     stmatrix_x4,
-    wait_for_at_least,
     wgmma_4_m64n256k16_bf16_from_registers,
     wgmma_commit_group,
     wgmma_descriptor,
@@ -231,7 +233,9 @@ def meeting_kernel(parts, count, out):
         parts[block] = 10 + block
         fence_acq_rel_gpu()  # what the block posts comes before its count
         cuda.atomic.add(count, 0, 1)
-        wait_for_at_least(count, 0, cuda.gridDim.x)
+        while True:
+            if has_reached(count, 0, cuda.gridDim.x) != 0:
+                break
     cuda.syncthreads()  # all blocks have posted their parts
     if i < cuda.gridDim.x:
         out[block, i] = parts[i]
@@ -245,6 +249,48 @@ def test_blocks_see_what_was_posted_before_the_counts_they_wait_for(machine):
     arguments = [machine.put(x) for x in meeting_case()]
     machine.launch(meeting_kernel, 2, 32, *arguments, cooperative=True)
     assert machine.give(arguments[2]).tolist() == [[10, 11]] * 2
+
+
+@cuda.jit
+def trade_kernel(parts, counts, first, out):
+    # parts [blocks, 64] i32; counts [blocks] i32, all first; out [blocks, blocks, 32]
+    # i32: of every part the second half, copied as soon as it is posted
+    block, i, blocks = cuda.blockIdx.x, cuda.threadIdx.x, cuda.gridDim.x
+    halves = cuda.shared.array((4, 32), int32, alignment=16)
+    arrived = cuda.shared.array(1, uint64)
+    if i == 0:
+        mbarrier_init(arrived, 0, 1)
+        fence_mbarrier_init()
+        mbarrier_arrive_expect_tx(arrived, 0, 128 * blocks)
+    for n in range(i, 64, 32):
+        parts[block, n] = 100 * block + n
+    cuda.syncthreads()  # the part is posted, the mbarrier is there
+    if i == 0:
+        fence_acq_rel_gpu()
+        cuda.atomic.add(counts, block, 1)
+    waits = i < blocks
+    while cuda.any_sync(0xFFFFFFFF, waits):
+        if waits and has_reached(counts, i, first + 1) != 0:
+            fence_proxy_async_global()
+            cp_async_bulk(halves, (i, 0), parts, (i, 32), 128, arrived, 0)
+            waits = False
+    mbarrier_wait(arrived, 0, 0)
+    for n in range(blocks):
+        out[block, n, i] = halves[n, i]
+
+
+def trade_case(first=0):
+    parts, counts = np.zeros((3, 64), np.int32), np.full(3, first, np.int32)
+    return parts, counts, np.int32(first), np.zeros((3, 3, 32), np.int32)
+
+
+@pytest.mark.parametrize("first", [0, 7])
+def test_lanes_copy_what_each_has_waited_for(machine, first):
+    arguments = [x if np.ndim(x) == 0 else machine.put(x) for x in trade_case(first)]
+    machine.launch(trade_kernel, 3, 32, *arguments, cooperative=True)
+    expected = 100 * np.arange(3)[:, None] + np.arange(32, 64)
+    assert (machine.give(arguments[3]) == expected).all()
+    assert machine.give(arguments[1]).tolist() == [first + 1] * 3
 
 
 # -- products -------------------------------------------------------------------------
@@ -376,6 +422,9 @@ def test_nothing_is_wrong_with_these_kernels_in_any_order(order):
     report = emulate(meeting_kernel, 2, 32, *meeting_case(), order=order, trace=True)
     assert report.races == []
 
+    report = emulate(trade_kernel, 3, 32, *trade_case(), order=order, trace=True)
+    assert report.races == []
+
 
 # -- compiled -------------------------------------------------------------------------
 
@@ -425,6 +474,15 @@ MAP, I32 = U64[::1], types.int32
             {"fence.acq_rel.gpu": 1, "ld.acquire.gpu.global.s32": 1},
         ),
         (
+            trade_kernel,
+            (I32[:, ::1], I32[::1], I32, I32[:, :, ::1]),
+            {
+                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes": 1,
+                "fence.proxy.async.global": 1,
+                "ld.acquire.gpu.global.s32": 1,
+            },
+        ),
+        (
             scores_kernel,
             (MAP, MAP, F32[:, ::1]),
             {
@@ -443,7 +501,16 @@ MAP, I32 = U64[::1], types.int32
             },
         ),
     ],
-    ids=["copy", "barriers", "stmatrix", "registers", "meeting", "scores", "values"],
+    ids=[
+        "copy",
+        "barriers",
+        "stmatrix",
+        "registers",
+        "meeting",
+        "trade",
+        "scores",
+        "values",
+    ],
 )
 def test_a_call_is_one_instruction(kernel, signature, expected):
     text = compile_ptx(kernel, signature, compute_capability=SM_90A)

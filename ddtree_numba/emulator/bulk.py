@@ -1,9 +1,10 @@
-"""Copies in bulk (TMA): boxes of a tensor that come to shared memory by themselves.
+"""Copies in bulk (TMA): boxes of a tensor, or runs of bytes, that come by themselves.
 
-One lane asks; an mbarrier counts the bytes. A GPU moves them at any time before it
-completes the barrier's phase. Here they arrive as late as possible: when no lane of the
-block can go on without them. Until then reading the place that they go to, or sending
-another copy there, is an error, as it is to have written there or to the tensor.
+One lane asks, with a place in shared memory; an mbarrier counts the bytes. A GPU moves
+them at any time before it completes the barrier's phase. Here they arrive as late as
+possible: when no lane of the block can go on without them. Until then reading the place
+that they go to, or sending another copy there, is an error, as it is to have written
+there or to where they come from.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from .spans import Span
 if TYPE_CHECKING:
     from .intrinsics import Executing
 
-__all__ = ["Box", "Bulk", "TensorMap", "tensor_map"]
+__all__ = ["CHUNK", "Box", "Bulk", "Run", "TensorMap", "tensor_map"]
 
 SWIZZLE = 128  # bytes of a row of the one pattern that is emulated, or 0 for none
-CHUNK = 16  # bytes that a swizzle keeps together
+CHUNK = 16  # bytes: sizes and addresses are multiples; a swizzle keeps them together
 _MAGIC = 0x454D554C41544F52
 _WORDS = 16  # of 64 bits, as of the driver's own maps
 
@@ -178,6 +179,16 @@ class Box(NamedTuple):
         return lines[line, np.arange(SWIZZLE // CHUNK) ^ pattern].reshape(-1)
 
 
+class Run(NamedTuple):
+    """Neighbouring bytes of global memory on their way to shared memory."""
+
+    span: Span
+
+    def bytes(self) -> np.ndarray:
+        """The bytes, uint8."""
+        return self.span.bytes.copy()
+
+
 class _Load:
     """A copy on its way; as text, who asked for it and where."""
 
@@ -186,15 +197,15 @@ class _Load:
         name: str,
         lane: Executing,
         to: Span,
-        box: Box,
+        source: Box | Run,
         barrier: Mbarrier,
         clock: Clock,
     ) -> None:
-        self.name, self.to, self.box, self.barrier = name, to, box, barrier
+        self.name, self.to, self.source, self.barrier = name, to, source, barrier
         self.clock = clock
         self.lane = lane.hub.lane.index
         self.site = lane.hub.sites.of(lane.frame)
-        self.new = box.bytes()
+        self.new = source.bytes()
 
     def __str__(self) -> str:
         who = f"the {self.name} of lane {self.lane}"
@@ -210,7 +221,12 @@ class Bulk:
         self.flying: list[_Load] = []
 
     def request(
-        self, name: str, lane: Executing, to: Span, box: Box, barrier: Mbarrier
+        self,
+        name: str,
+        lane: Executing,
+        to: Span,
+        source: Box | Run,
+        barrier: Mbarrier,
     ) -> None:
         """Put a copy on its way."""
         to.check_at_rest(f"{name} to it")
@@ -218,7 +234,7 @@ class Bulk:
         if recorder is not None:
             known = join([self.hub.lane])
             self.clock = Clock(self.clock.index, known, self.clock.own + 1)
-        load = _Load(name, lane, to, box, barrier, self.clock)
+        load = _Load(name, lane, to, source, barrier, self.clock)
         if recorder is not None:
             self._log(load)
             self.hub.learn(self.hub.lane)
@@ -245,8 +261,8 @@ class Bulk:
             raise InFlightError(
                 f"{to.name}: written {to.writer()} while {load} was on its way there"
             )
-        if (load.box.bytes() != load.new).any():
-            raise InFlightError(f"the tensor was written while {load} was reading it")
+        if (load.source.bytes() != load.new).any():
+            raise InFlightError(f"the source was written while {load} was reading it")
         for chunk in _chunks(to):
             del to.piece.in_flight[chunk]
         if self.hub.recorder is not None:

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import ATOMIC, WRITE
+from .arrays import ATOMIC, READ, WRITE
 from .barriers import Mbarrier, NamedBarrier, Threshold
-from .bulk import Box, Bulk, TensorMap, tensor_map
-from .errors import BarrierUseError, LaunchError
+from .bulk import CHUNK, Box, Bulk, Run, TensorMap, tensor_map
+from .errors import BarrierUseError, LaunchError, UnfencedError, UnsupportedError
 from .intrinsics import Executing
 from .lanes import WARPGROUP, Block, Hub
 from .spans import Span
@@ -32,11 +32,13 @@ __all__ = [
     "barrier_arrive",
     "barrier_or",
     "barrier_sync",
+    "bulk_copy",
     "bulk_load",
     "commit_products",
     "fence_mbarriers",
     "fence_products",
     "fence_proxy",
+    "fence_proxy_global",
     "mbarrier_arrive",
     "mbarrier_init",
     "mbarrier_wait",
@@ -62,6 +64,8 @@ class Units:
         Warpgroups by number.
     bulk : Bulk
         Copies in bulk.
+    stale : set of int
+        Lanes whose copies in bulk may not see what they have waited for.
     """
 
     def __init__(self, hub: Hub) -> None:
@@ -70,6 +74,7 @@ class Units:
         self.named: dict[int, NamedBarrier] = {}
         self.groups: dict[int, Warpgroup] = {}
         self.bulk = Bulk(hub)
+        self.stale: set[int] = set()
 
     def let_one_arrive(self) -> bool:
         """Let a copy in bulk arrive, if there is one on its way."""
@@ -206,6 +211,11 @@ def fence_proxy(lane: Executing) -> None:
     fence_mbarriers(lane)
 
 
+def fence_proxy_global(lane: Executing) -> None:
+    """``fence.proxy.async.global``: units see what the lane knows of global memory."""
+    _units(lane.hub).stale.discard(lane.hub.lane.index)
+
+
 # -- copies in bulk -------------------------------------------------------------------
 
 
@@ -228,17 +238,52 @@ def bulk_load(
         Of the box's first element, innermost axis first.
     """
     name = "cp.async.bulk.tensor"
-    counts = _mbarrier(lane, name, barrier, barrier_index)
-    if not counts.fenced:
-        raise BarrierUseError(
-            f"{counts.name}: {name} on a barrier that no fence.mbarrier_init (or "
-            "fence.proxy.async) has made visible to it"
-        )
+    counts = _counting(lane, name, barrier, barrier_index)
     words = Span(maps, map_index, 128, name, "global", alignment=8).bytes
     tensor = TensorMap.read(name, words.view(np.uint64))
     span = Span(to, to_index, tensor.nbytes, name, "shared", 128, across_rows=True)
     box = Box(tensor, coordinates, _address(span))
     _units(lane.hub).bulk.request(name, lane, span, box, counts)
+
+
+def bulk_copy(
+    lane: Executing,
+    to: Any,
+    to_index: Any,
+    source: Any,
+    source_index: Any,
+    n_bytes: int,
+    barrier: Any,
+    barrier_index: Any,
+) -> None:
+    """``cp.async.bulk``: neighbouring global bytes, counted by an mbarrier."""
+    name = "cp.async.bulk"
+    counts = _counting(lane, name, barrier, barrier_index)
+    if n_bytes <= 0 or n_bytes % CHUNK:
+        raise UnsupportedError(
+            f"{name} of {n_bytes} bytes: expected a multiple of {CHUNK}"
+        )
+    span = Span(to, to_index, n_bytes, name, "shared", CHUNK, across_rows=True)
+    origin = Span(source, source_index, n_bytes, name, "global", CHUNK, True)
+    units = _units(lane.hub)
+    if lane.hub.lane.index in units.stale:
+        raise UnfencedError(
+            f"{origin.name}: {name} without a fence.proxy.async.global since the lane "
+            "waited for another block: it may miss what that stored"
+        )
+    origin.log(READ, lane.frame)
+    units.bulk.request(name, lane, span, Run(origin), counts)
+
+
+def _counting(lane: Executing, name: str, barrier: Any, index: Any) -> Mbarrier:
+    """The mbarrier that a copy in bulk is to count for."""
+    counts = _mbarrier(lane, name, barrier, index)
+    if not counts.fenced:
+        raise BarrierUseError(
+            f"{counts.name}: {name} on a barrier that no fence.mbarrier_init (or "
+            "fence.proxy.async) has made visible to it"
+        )
+    return counts
 
 
 # -- warpgroup products ---------------------------------------------------------------
@@ -314,5 +359,6 @@ def wait_for_at_least(lane: Executing, array: Any, index: Any, value: int) -> No
     hub = lane.hub
     hub.wait_until("ld.acquire", Threshold(array, index, value), lane.frame)
     array.load(index, lane.frame, ATOMIC)
+    _units(hub).stale.add(hub.lane.index)
     if hub.recorder is not None:
         hub.recorder.acquire(hub.lane, hub.now.phase, array.address_of(index))

@@ -21,6 +21,7 @@ Compute capability 8.0 or later
 `st_shared_v2_f32`           … in shared memory
 `fence_acq_rel_gpu`          order: accesses before and after, as other blocks see them
 `wait_for_at_least`          wait for a counter that other blocks add to
+`has_reached`                look whether a counter is there that other blocks add to
 `uncounted`                  an integer that the compiler takes to be any
 Compute capability 9.0
 ------------------------------------------------------------------------------------
@@ -28,10 +29,12 @@ Compute capability 9.0
 `mbarrier_arrive`            arrive at it
 `mbarrier_arrive_expect_tx`  arrive, and announce bytes that copies will bring
 `mbarrier_wait`              wait until a phase of it is complete
+`cp_async_bulk`              copy a run of bytes to shared memory, later
 `cp_async_bulk_tensor_3d`    copy a box of a tensor to shared memory, later
 `stmatrix_x4`                store four 8x8 matrices of 16-bit elements, by the warp
 `fence_mbarrier_init`        order: new mbarriers, before copies
 `fence_proxy_async`          order: plain stores, before tensor cores and copies
+`fence_proxy_async_global`   … in global memory
 `fence_proxy_tensormap`      order: a tensor map, before copies by it
 Target sm_90a alone
 ------------------------------------------------------------------------------------
@@ -92,6 +95,7 @@ __all__ = [
     "bar_sync",
     "cp_async_16",
     "cp_async_16_zfill",
+    "cp_async_bulk",
     "cp_async_bulk_tensor_3d",
     "cp_async_commit_group",
     "cp_async_wait_group",
@@ -100,7 +104,9 @@ __all__ = [
     "fence_acq_rel_gpu",
     "fence_mbarrier_init",
     "fence_proxy_async",
+    "fence_proxy_async_global",
     "fence_proxy_tensormap",
+    "has_reached",
     "ldmatrix_x4",
     "ldmatrix_x4_trans",
     "max_bf16x2",
@@ -824,6 +830,63 @@ def fence_proxy_async(typingctx):
     return types.void(), _instruction(text, warp=False)
 
 
+@intrinsic
+def fence_proxy_async_global(typingctx):
+    """``fence.proxy.async.global``: as `fence_proxy_async`, of global memory.
+
+    Who copies in bulk what other blocks stored needs it between waiting for them
+    (`has_reached`) and the copy.
+    """
+    return types.void(), _instruction("fence.proxy.async.global;", warp=False)
+
+
+# -- copies in bulk (sm_90) -----------------------------------------------------------
+
+
+@intrinsic
+def cp_async_bulk(
+    typingctx, to, to_index, source, source_index, n_bytes, barriers, barrier_index
+):
+    """``cp.async.bulk``: copy neighbouring bytes to shared memory, later.
+
+    to, to_index
+        A shared array and the element where they go.
+    source, source_index
+        A global array and the element where they come from.
+    n_bytes
+        A multiple of 16, as both addresses.
+    barriers, barrier_index
+        The mbarrier that counts the bytes when they arrive.
+
+    One thread asks for all of them.
+    """
+    _check_index(to, to_index)
+    _check_index(source, source_index)
+    _check_integer("n_bytes", n_bytes)
+    _check_index(barriers, barrier_index)
+    signature = types.void(
+        to, to_index, source, source_index, n_bytes, barriers, barrier_index
+    )
+
+    def codegen(context, builder, signature, args):
+        kinds = signature.args
+        target = _address(context, builder, kinds[:2], args[:2], _SHARED)
+        origin = _address(context, builder, kinds[2:4], args[2:4], _GLOBAL)
+        size = context.cast(builder, args[4], kinds[4], types.uint32)
+        barrier = _address(context, builder, kinds[5:], args[5:], _SHARED)
+        text = (
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+            "[$0], [$1], $2, [$3];"
+        )
+        operands = [target, origin, size, barrier]
+        void = ir.VoidType()
+        # `warp`: so that the compiler makes no copies of it.
+        _assembly(builder, void, text, "r,l,r,r", operands, memory=True, warp=True)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
 # -- copies by tensor map (sm_90) -----------------------------------------------------
 #
 # A tensor map is 128 bytes that the host makes (`cuTensorMapEncodeTiled`): where a
@@ -995,6 +1058,37 @@ def wait_for_at_least(typingctx, counters, index, n):
         return context.get_dummy_value()
 
     return types.void(counters, index, n), codegen
+
+
+@intrinsic
+def has_reached(typingctx, counters, index, n):
+    """``ld.acquire.gpu.global``: whether ``counters[index]`` is `n` or more; int32.
+
+    For a loop, in which the lanes of a warp may wait for different counters. Who counts
+    writes first, then passes `fence_acq_rel_gpu`, then adds by `cuda.atomic.add`: then
+    what it wrote is there, for this thread and for those that it meets at a barrier
+    afterwards. Only for blocks that run at the same time: a cooperative launch.
+
+    counters : a global int32 array; they may go round, so `n` is one near them
+    In the emulator other blocks run meanwhile, and the answer is always 1.
+    """
+    _check_index(counters, index)
+    _check_integer("n", n)
+
+    def codegen(context, builder, signature, args):
+        kinds = signature.args
+        at = _address(context, builder, kinds[:2], args[:2], _GLOBAL)
+        count = context.cast(builder, args[2], kinds[2], types.int32)
+        text = (
+            "{\n.reg .pred there;\n.reg .s32 found;\n"
+            "ld.acquire.gpu.global.s32 found, [$1];\nsub.s32 found, found, $2;\n"
+            "setp.ge.s32 there, found, 0;\nselp.s32 $0, 1, 0, there;\n}"
+        )
+        given = [at, count]
+        # `warp`: so that the compiler makes no copies of it.
+        return _assembly(builder, _I32, text, "=r,l,r", given, memory=True, warp=True)
+
+    return types.int32(counters, index, n), codegen
 
 
 # -- wgmma: matrix products by a warpgroup (sm_90a) -----------------------------------
@@ -1303,6 +1397,8 @@ emulation(mbarrier_arrive_expect_tx)(hopper.mbarrier_arrive)
 emulation(mbarrier_wait)(hopper.mbarrier_wait)
 emulation(fence_mbarrier_init)(hopper.fence_mbarriers)
 emulation(fence_proxy_async)(hopper.fence_proxy)
+emulation(fence_proxy_async_global)(hopper.fence_proxy_global)
+emulation(cp_async_bulk)(hopper.bulk_copy)
 emulation(fence_proxy_tensormap)(lambda lane, maps, index: None)  # the host is done
 emulation(setmaxnreg_inc)(hopper.set_max_registers)
 emulation(setmaxnreg_dec)(hopper.set_max_registers)
@@ -1386,3 +1482,9 @@ def _(lane, acc, a, b):
 emulation(wait_for_at_least)(hopper.wait_for_at_least)
 emulation(uncounted)(lambda lane, x: x)
 emulation(fence_acq_rel_gpu)(lambda lane: lane.hub.fence())
+
+
+@emulation(has_reached)
+def _(lane: Executing, counters: Any, index: Any, n: Any) -> np.int32:
+    hopper.wait_for_at_least(lane, counters, index, n)
+    return np.int32(1)
