@@ -135,20 +135,54 @@ def launch_watched(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("n_splits", "blocks", "prefix_len"),
-    [(3, 5, 300), (4, 8, 230), (5, 9, 300)],
-    ids=["a-block-in-both", "all-kept", "more-than-keepers"],
+    ("n_splits", "blocks", "heads", "prefix_len"),
+    [(3, 5, 64, 300), (4, 8, 33, 230), (3, 6, 33, 230), (5, 9, 33, 300)],
+    ids=["a-block-in-both", "all-kept", "kept-in-thirds", "more-than-keepers"],
 )
 def test_parts_of_row_tiles_are_merged_whoever_has_them(
-    n_splits, blocks, prefix_len, monkeypatch
+    n_splits, blocks, heads, prefix_len, monkeypatch
 ):
-    # Two row tiles of four or five tiles of keys. Over an odd number of blocks the one
-    # in the middle has a part of both, beside blocks that end with the first.
+    # Two row tiles of four or five tiles of keys; of 33 heads the second has two rows.
+    # Over an odd number of blocks the one in the middle has a part of both, beside
+    # blocks that end with the first.
     monkeypatch.setattr(verify_attn_module, "_multiprocessors", lambda at: blocks)
     races = launch_watched(monkeypatch)
-    case = bf16_case(2, 2, 33, [prefix_len])
+    case = bf16_case(2, 2, heads, [prefix_len])
     assert_close(attend("emulator", case, n_splits=n_splits), case)
     assert races == []
+
+
+def test_bands_without_rows_are_neither_posted_nor_merged(monkeypatch):
+    # The second row tile has 2 of 64 rows: a band of 16. Blocks 4 … 7 have its parts.
+    monkeypatch.setattr(verify_attn_module, "_multiprocessors", lambda at: 8)
+    posted = []
+
+    def launch(at, *given, **options):
+        emulate(*given, dynamic_shared=options["dynamic_shared"])
+        posted.extend(given[-2].reshape(2 * 8, module.POSTED)[[9, 10, 12, 14]])
+
+    monkeypatch.setattr(backend.Place, "launch", launch)
+    case = bf16_case(2, 2, 33, [230])
+    assert_close(attend("emulator", case, n_splits=4), case)
+    sums = np.stack(posted)[:, : 4 * module.CHUNKS].reshape(4, 4, -1)
+    written = (~np.isnan(sums)).sum(axis=2)
+    assert (written[:, 1:] == 0).all()
+    # One that has a unit to merge keeps it: the second and the fourth.
+    unit = 4 * module.UNIT
+    assert written[:, 0].tolist() == [2 * unit, unit, 2 * unit, unit]
+
+
+def test_launches_with_the_same_counters_follow_one_another(monkeypatch):
+    monkeypatch.setattr(verify_attn_module, "_multiprocessors", lambda at: 5)
+    counters = np.full(2 * 5, 7, np.int32)
+    monkeypatch.setattr(module, "zeroed_counters", lambda *given: counters)
+    q, cache, lens, visibility = bf16_case(2, 2, 33, [300])
+    for launches, prefix_len in enumerate([300, 10, 300], 1):
+        # Of so short a prefix most blocks have no part.
+        lens[0] = prefix_len
+        case = q, cache, lens, visibility
+        assert_close(attend("emulator", case, n_splits=3), case)
+        assert (counters == 7 + launches).all()
 
 
 def test_a_row_tile_ends_with_its_last_nodes_own_key(kernel_executor):
@@ -396,7 +430,7 @@ def _ptx():
     tree = int32[::1], uint32[:, :, ::1]
     signature = (maps, maps, int32, int32, *tree, float32, int32, float32)
     f1 = float32[::1]
-    signature += (f1, f2, f1, f1, f1, int32[::1])
+    signature += (f1, f2, f1, int32[::1])
     with module.hopper_target():
         return backend.compile_ptx(module.wgmma_kernel, signature)
 
@@ -417,6 +451,9 @@ def test_the_kernel_is_made_of_the_instructions_meant(tmp_path):
     # other's; and a last even tile that has no odd one beside it.
     assert count["wgmma.mma_async"] == 2 * 36 + 16 + 2 * (4 + 4) + 4
     assert ptx.count("setmaxnreg") == 2
+    # Merges are one loop: a copy of marks and one of sums, a look at a counter.
+    assert len(re.findall(r"cp\.async\.bulk\.shared", ptx)) == 2
+    assert ptx.count("ld.acquire.gpu") == ptx.count("fence.acq_rel.gpu") == 1
     ptxas = shutil.which("ptxas")
     if ptxas is None:
         return

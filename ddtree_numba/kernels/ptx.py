@@ -20,7 +20,6 @@ Compute capability 8.0 or later
 `st_global_v2_f32`           store two neighbouring float32
 `st_shared_v2_f32`           … in shared memory
 `fence_acq_rel_gpu`          order: accesses before and after, as other blocks see them
-`wait_for_at_least`          wait for a counter that other blocks add to
 `has_reached`                look whether a counter is there that other blocks add to
 `uncounted`                  an integer that the compiler takes to be any
 Compute capability 9.0
@@ -122,7 +121,6 @@ __all__ = [
     "st_shared_v2_f32",
     "stmatrix_x4",
     "uncounted",
-    "wait_for_at_least",
     "wgmma_4_m64n256k16_bf16_from_registers",
     "wgmma_commit_group",
     "wgmma_descriptor",
@@ -1034,33 +1032,6 @@ def fence_acq_rel_gpu(typingctx):
 
 
 @intrinsic
-def wait_for_at_least(typingctx, counters, index, n):
-    """``ld.acquire.gpu.global`` until ``counters[index]`` is `n` or more.
-
-    Who counts writes first, then passes `fence_acq_rel_gpu`, then adds by
-    `cuda.atomic.add`: then what it wrote is there, for this thread and for those that
-    it meets at a barrier afterwards. Only for blocks that run at the same time: a
-    cooperative launch. counters : a global int32 array.
-    """
-    _check_index(counters, index)
-    _check_integer("n", n)
-
-    def codegen(context, builder, signature, args):
-        kinds = signature.args
-        at = _address(context, builder, kinds[:2], args[:2], _GLOBAL)
-        count = context.cast(builder, args[2], kinds[2], types.int32)
-        text = (
-            "{\n.reg .pred less;\n.reg .s32 found;\nagain:\n"
-            "ld.acquire.gpu.global.s32 found, [$0];\n"
-            "setp.lt.s32 less, found, $1;\n@less bra again;\n}"
-        )
-        _assembly(builder, ir.VoidType(), text, "l,r", [at, count], memory=True)
-        return context.get_dummy_value()
-
-    return types.void(counters, index, n), codegen
-
-
-@intrinsic
 def has_reached(typingctx, counters, index, n):
     """``ld.acquire.gpu.global``: whether ``counters[index]`` is `n` or more; int32.
 
@@ -1479,7 +1450,6 @@ def _(lane, acc, a, b):
         hopper.multiply(lane, acc, _four(a, 4 * n), b_there, n=256, b_rows=True)
 
 
-emulation(wait_for_at_least)(hopper.wait_for_at_least)
 emulation(uncounted)(lambda lane, x: x)
 emulation(fence_acq_rel_gpu)(lambda lane: lane.hub.fence())
 

@@ -32,13 +32,13 @@ first tile's maximum, and moves only when a score passes it by `MARGIN` powers o
 (`exact_max`: at once). So group 1 need not wait for P0's maximum: it weighs against the
 old reference, and again in the rare case that group 0 moved it.
 
-Shared memory, 231,004 of 232,448 bytes. A *piece* is 64 rows of 64 columns, swizzled by
+Shared memory, 231,132 of 232,448 bytes. A *piece* is 64 rows of 64 columns, swizzled by
 TMA (chunk c of row r at place ``c ^ (r & 7)``). As rows of keys it is an operand of
 q·k, and as columns of values of P·V, so nothing is transposed or copied::
 
       0 KB  queries, 9 pieces
      72     even tile, 9 pieces    all three later, while parts are merged: a share of
-    144     odd tile, 8 pieces of values   their sums, their factors
+    144     odd tile, 8 pieces of values   their sums, factors and totals
     208     its rope columns; once it is scored: P1
     216     P0                     while sums are written: 1 KB a warp
     224     references and totals of rows, who moved them, mbarriers, plan and merges
@@ -55,11 +55,12 @@ inside a row tile. Row tiles a … e of 30 tiles of keys, 5 a letter, for three 
     block 2                cccccc        eeee   part 1 of e
 
 Merging. Whole row tiles are written at once. Of others a block posts its part (sums,
-references, totals) in global memory, counts itself in, waits until all parts of that
-row tile are counted, fetches its share of all parts into shared memory at once, and
-sums it. Its last part is still in registers then: where up to `KEEPERS` blocks share a
-row tile and all end in it, each adds the others' parts of its columns to its own, and
-posts only the rest. The last to leave sets the counters to 0 again.
+references, totals) in global memory and counts that; then it merges a share of the row
+tile, a range of its chunks. A lane a part waits for that part to be counted, and asks
+for its share of it by a few copies in bulk: what is posted early is fetched early. When
+all references and totals have come the parts are weighed, and then summed piece by
+piece, as they come. Where up to `KEEPERS` blocks share a row tile and all end in it, a
+block keeps its share of its own part in shared memory, and posts only the rest.
 
 What runs once costs more here than it seems, since its instructions come from memory:
 plan and merge are short loops rather than wide ones.
@@ -82,16 +83,16 @@ from ddtree_numba.kernels.ptx import (
     bar_arrive,
     bar_red_or,
     bar_sync,
-    cp_async_16,
+    cp_async_bulk,
     cp_async_bulk_tensor_3d,
-    cp_async_commit_group,
-    cp_async_wait_group,
     cvt_rn_bf16x2,
     ex2_approx,
     fence_acq_rel_gpu,
     fence_mbarrier_init,
     fence_proxy_async,
+    fence_proxy_async_global,
     fence_proxy_tensormap,
+    has_reached,
     max_bf16x2,
     mbarrier_arrive,
     mbarrier_arrive_expect_tx,
@@ -104,7 +105,6 @@ from ddtree_numba.kernels.ptx import (
     st_shared_v2_f32,
     stmatrix_x4,
     uncounted,
-    wait_for_at_least,
     wgmma_4_m64n256k16_bf16_from_registers,
     wgmma_commit_group,
     wgmma_descriptor,
@@ -159,22 +159,25 @@ ODD_LEFT_FREE = EVEN_LEFT_FREE + 2
 ODD_RIGHT_FREE = EVEN_LEFT_FREE + 3
 QUERIES_FREE = EVEN_LEFT_FREE + 4
 MERGES_KNOWN = QUERIES_FREE + 1
-BARRIERS_END = MERGES_KNOWN + 1
+MERGING = MERGES_KNOWN + 1  # of two row tiles: marks, and four pieces of a share
+ARRIVALS = 5
+BARRIERS_END = MERGING + 2 * ARRIVALS
 # Behind them what `write_plan` and `write_merges` write, in int32.
 ROUNDS = 2 * BARRIERS_END
 WORKERS, REST_AT, REST, PART_LENGTH, PART_AT = range(ROUNDS + 1, ROUNDS + 6)
-MERGES = PART_AT + 3  # of two row tiles: parts, first block, request, row tile
-KEEPS = MERGES + 8  # 1 if the last part stays in registers
-DYNAMIC_SHARED = 4 * (KEEPS + 1)
+LAUNCHES = PART_AT + 3  # that have posted the block's parts before
+MERGES = LAUNCHES + 1  # of two row tiles: a `Share` each
 # When all tiles of keys are done with, in float32 over their place and the queries': a
-# block's share of the parts of a row tile, their references (then factors) and totals.
+# block's share of the parts of a row tile; what sums of rows are multiplied by in the
+# end; *marks* of the parts: references (then factors) and totals.
 MOST_PARTS = 144  # blocks at most, so that what belongs to all parts fits
-CHUNKS = 32 * CONSUMERS  # of four sums, in a part
+CHUNKS = 8192  # of four sums, in a part …
+UNIT = 1024  # … of a warp: 16 rows of 256 columns …
+BAND = 2 * UNIT  # … and of two, a *band*: 16 rows
+MARKS = 32  # of a band
 FETCHED = 0
-PART_TOPS = FETCHED + 4 * (CHUNKS + MOST_PARTS)  # shares are rounded up
-PART_TOTALS = PART_TOPS + ROWS * MOST_PARTS
-QUARTER_TOPS = PART_TOTALS + ROWS * MOST_PARTS
-QUARTER_TOTALS = QUARTER_TOPS + CONSUMERS
+INVERSES = FETCHED + 4 * 9 * UNIT  # kept shares are whole units: 3 of 3 parts
+PART_MARKS = INVERSES + ROWS
 
 # Named barriers (0 is that of the whole block).
 EVEN_READY, ODD_READY, TURN, BOTH, EVEN_ALONE, ODD_ALONE = 1, 2, 3, 4, 5, 6
@@ -192,9 +195,11 @@ MAX_UNITS = (1 << 31) - 1
 SPLIT_COST = np.float32(8.0)  # what it costs to split and merge, in tiles of keys
 LEAST = 4  # tiles of keys that are worth a block of their own
 PAYS = 64  # tiles of rows and keys; see `pays`
-KEEPERS = 4  # blocks that may share a row tile and keep their own parts in registers
-# A part is posted in chunks, in the order of the registers: 32 a thread.
-POSTED = 4 * CHUNKS
+KEEPERS = 4  # blocks that may share a row tile and keep what each merges of its part
+# A part is posted in chunks: band by band, in a band group by group, there as registers
+# are. Behind them are the marks of the bands: 16 references, 16 totals, those of rows g
+# and g + 8 beside each other.
+POSTED = 4 * CHUNKS + 4 * MARKS
 
 
 class Memory(NamedTuple):
@@ -225,6 +230,26 @@ class Request(NamedTuple):
     node1: Any  # … and of the lower
     prefix_len: Any
     n_keys: Any
+
+
+class Share(NamedTuple):
+    """What a block merges of a row tile; 0 parts if it has none to merge."""
+
+    parts: Any
+    first: Any  # block of the first part
+    request: Any
+    row_tile: Any
+    begin: Any  # first chunk …
+    chunks: Any  # … and how many
+    kept: Any  # the part whose chunks are there already; -1 if none is
+    bands: Any  # how many bands the chunks are of
+    bits: Any  # a warp sums 2^bits of them at a time
+    piece: Any  # how many arrive at a time
+
+
+MERGE = len(Share._fields)
+KEPT = MERGES + Share._fields.index("kept")  # of the block's last part
+DYNAMIC_SHARED = 4 * (MERGES + 2 * MERGE)
 
 
 def device(function: Any) -> Any:
@@ -1174,38 +1199,76 @@ def warp_output(lse, b, row, number):
 
 
 @device
-def post_quarter(sums, first, posted, at):
-    """Write the sums of 64 columns, four at a time: chunks 256 apart."""
+def post_quarter(sums, first, to, at):
+    """Write the sums of 64 columns, four at a time: chunks 32 apart."""
     for j in range(8):
         n = first + 4 * j
         x, y, z, w = sums[n], sums[n + 1], sums[n + 2], sums[n + 3]
-        store4(posted, at + CONSUMERS * n, x, y, z, w)
+        store4(to, at + WARP * n, x, y, z, w)
 
 
 @device
-def post(sums, top, total, posted, tops, totals, place, number, row, t, ints, keeps):
+def post(memory, sums, top, total, posted, place, number, rows, keeps):
     """Write a part of a row tile for the others; place : number of the part.
 
-    keeps : whether the block leaves out the quarters that it will sum itself
+    rows : how many the row tile has, from its first on
+    keeps : whether the block leaves out what it will merge itself: that goes to where
+    the other parts of it will be, over tiles that are done with
     """
-    at = np.int64(place) * POSTED + 4 * number
-    if not (keeps and is_merger(ints, 0)):
+    # So that nothing of it takes registers all the time.
+    number = np.int32(uncounted(number) & (CONSUMERS - 1))
+    lane, band = number & 31, number >> 5 & 3
+    if 16 * band >= rows:
+        return
+    chunk = np.int32(BAND * band + UNIT * (number >> 7) + lane)
+    at, chunks, kept = np.int32(-1), np.int32(0), np.int32(0)
+    if keeps:
+        share = read_share(memory.ints, MERGES)
+        at, chunks, kept = np.int32(chunk - share.begin), share.chunks, share.kept
+    if 0 <= at and at < chunks:
+        at = np.int32(FETCHED + 4 * (kept * chunks + at))
+        post_quarter(sums, 0, memory.floats, at)
+        post_quarter(sums, 32, memory.floats, at)
+        post_quarter(sums, 64, memory.floats, at)
+        post_quarter(sums, 96, memory.floats, at)
+    else:
+        at = np.int32(place * POSTED + 4 * chunk)
         post_quarter(sums, 0, posted, at)
-    if not (keeps and is_merger(ints, 1)):
         post_quarter(sums, 32, posted, at)
-    if not (keeps and is_merger(ints, 2)):
         post_quarter(sums, 64, posted, at)
-    if not (keeps and is_merger(ints, 3)):
         post_quarter(sums, 96, posted, at)
-    if number < GROUP and t == 0:
-        at = place * ROWS + row
-        tops[at], totals[at] = top[0], total[0]
-        tops[at + 8], totals[at + 8] = top[1], total[1]
+    if number < GROUP and lane & 3 == 0:
+        at = np.int32(place * POSTED + 4 * CHUNKS + MARKS * band + (lane >> 1))
+        st_global_v2_f32(posted, at, top[0], top[1])
+        st_global_v2_f32(posted, at + MARKS // 2, total[0], total[1])
 
 
 # ------------------------------------------------------------------------------- merge
-# The blocks that have parts of a row tile bring them together: each posts its part,
-# counts itself, waits for the others, and sums a share of the tile's chunks.
+# The blocks that have parts of a row tile bring them together: each posts its part and
+# counts that, fetches its share of every part as soon as that is counted, and sums it.
+
+
+@device
+def word(ints, at):
+    """The int32 at a place that is not negative."""
+    return np.int32(ints[np.uint32(at)])
+
+
+@device
+def read_share(ints, at):
+    """The share that `write_merges` wrote down there."""
+    return Share(
+        word(ints, at),
+        word(ints, at + 1),
+        word(ints, at + 2),
+        word(ints, at + 3),
+        word(ints, at + 4),
+        word(ints, at + 5),
+        word(ints, at + 6),
+        word(ints, at + 7),
+        word(ints, at + 8),
+        word(ints, at + 9),
+    )
 
 
 @device
@@ -1215,174 +1278,239 @@ def place_of(part, first):
 
 
 @device
-def fetch_parts(memory, number, first, parts, begin, chunks, posted, tops, totals):
-    """Copy chunks of every part, and all rows' references and totals, for all to read.
+def fetch_part(memory, share, part, place, barrier, posted):
+    """Ask for a part's marks, and its chunks of the share."""
+    source = np.int32(place * POSTED)
+    fence_proxy_async()  # what was read and written where they go …
+    fence_proxy_async_global()  # … and posted
+    cp_async_bulk(
+        memory.floats, PART_MARKS + (MARKS * share.bands + 4) * part, posted,
+        source + 4 * CHUNKS + MARKS * (share.begin >> 11), 4 * MARKS * share.bands,
+        memory.barriers, barrier,
+    )  # fmt: skip
+    source = np.int32(source + 4 * share.begin)
+    to = np.int32(part * share.chunks)
+    end = np.int32(to if part == share.kept else to + share.chunks)
+    while to < end:
+        barrier = np.int32(barrier + 1)
+        count = np.int32(min(share.piece, np.int32(end - to)))
+        cp_async_bulk(
+            memory.floats, FETCHED + 4 * to, posted, source, 16 * count,
+            memory.barriers, barrier,
+        )  # fmt: skip
+        source = np.int32(source + 4 * share.piece)
+        to = uncounted(to + share.piece)
 
-    All copies are under way at the same time.
+
+@device
+def weigh_parts(floats, number, share, lse):
+    """Write every part's factor in the bands' rows over its reference, for all to read.
+
+    16, 8 or 4 lanes share a row, as there are rows. They write what its sums are
+    multiplied by in the end, and its lse where its first chunk is in the share.
     """
-    for n in range(number, (ROWS // 4) * parts, CONSUMERS):
-        at = place_of(n >> 4, first) * ROWS + 4 * (n & 15)
-        cp_async_16(memory.floats, PART_TOPS + 4 * n, tops, at)
-        cp_async_16(memory.floats, PART_TOTALS + 4 * n, totals, at)
-    step = divide(CONSUMERS, chunks)
-    rest = np.int32(CONSUMERS - step * chunks)
-    part = divide(number, chunks)
-    chunk = np.int32(number - part * chunks)
-    while part < parts:
-        at = np.int64(place_of(part, first)) * POSTED + 4 * (begin + chunk)
-        cp_async_16(memory.floats, FETCHED + 4 * (part * chunks + chunk), posted, at)
-        part, chunk = np.int32(part + step), np.int32(chunk + rest)
-        if chunk >= chunks:
-            part, chunk = np.int32(part + 1), np.int32(chunk - chunks)
-    cp_async_commit_group()
-    cp_async_wait_group(0)
-    bar_sync(BOTH, CONSUMERS)  # the copies of all threads are there
+    step = np.int32(MARKS * share.bands + 4)
+    shift = np.int32(max(np.int32(5 - share.bands), np.int32(2)))
+    lanes, n = np.int32(1 << shift), np.int32(number >> shift)
+    lane = np.int32(number & (lanes - 1))
+    if n < 16 * share.bands:
+        first = np.int32(PART_MARKS + MARKS * (n >> 4) + (n & 15) + step * lane)
+        step = np.int32(step << shift)
+        top, part, at = NO_TOP, lane, first
+        while part < share.parts:
+            top = cuda.libdevice.fmaxf(top, floats[np.uint32(at)])
+            part, at = uncounted(part + lanes), np.int32(at + step)
+        distance = np.int32(lanes >> 1)
+        while distance > 0:
+            other = cuda.shfl_xor_sync(FULL_WARP, top, distance)
+            top = cuda.libdevice.fmaxf(top, other)
+            distance = uncounted(distance >> 1)
+        total, part, at = ZERO, lane, first
+        while part < share.parts:
+            factor = ex2_approx(floats[np.uint32(at)] - top)
+            total += factor * floats[np.uint32(at + MARKS // 2)]
+            floats[np.uint32(at)] = factor
+            part, at = uncounted(part + lanes), np.int32(at + step)
+        distance = np.int32(lanes >> 1)
+        while distance > 0:
+            total += cuda.shfl_xor_sync(FULL_WARP, total, distance)
+            distance = uncounted(distance >> 1)
+        if lane == 0:
+            floats[np.uint32(INVERSES + n)] = inverse(total)
+            g, band = np.int32(n >> 1 & 7), np.int32((n >> 4) + (share.begin >> 11))
+            row = np.int32(ROWS * share.row_tile + 16 * band + g + 8 * (n & 1))
+            chunk = np.int32(BAND * band + 4 * g - share.begin)
+            if 0 <= chunk and chunk < share.chunks and row < lse.shape[1]:
+                lse[np.uint32(share.request), np.uint32(row)] = log_sum(top, total)
 
 
 @device
-def weigh_parts(floats, number, parts):
-    """Write every part's factor in every row over its reference, for all to read.
+def add_chunk(floats, at, factor0, factor1, w, x, y, z):
+    """Add a part's chunk times its factors in the two rows."""
+    s0, s1, s2, s3 = load4(floats, np.uint32(at))
+    return w + factor0 * s0, x + factor0 * s1, y + factor1 * s2, z + factor1 * s3
 
-    Four threads share a row, each with every fourth part; they leave its reference and
-    its total over their own parts.
+
+@device
+def add_part(floats, at, mark, *sums):
+    """Add a part's chunk, as `add_chunk`; mark : where its factors are."""
+    factor0, factor1 = floats[np.uint32(mark)], floats[np.uint32(mark + 1)]
+    return add_chunk(floats, at, factor0, factor1, *sums)
+
+
+@device
+def merge_units(memory, number, share, barrier, out, lse):
+    """Sum a kept share and write it, unit by unit.
+
+    A lane has four chunks of a unit, 64 columns apart in the same two rows, so it loads
+    a part's factors once.
     """
-    row, quarter = number & 63, np.int32(number >> 6)
-    top, part = NO_TOP, quarter
-    while part < parts:
-        top = cuda.libdevice.fmaxf(top, floats[PART_TOPS + ROWS * part + row])
-        part = np.int32(part + 4)
-    floats[QUARTER_TOPS + number] = top
-    bar_sync(BOTH, CONSUMERS)  # four tops of every row are there
-    top = row_top(floats, row)
-    total, part = ZERO, quarter
-    while part < parts:
-        at = ROWS * part + row
-        factor = ex2_approx(floats[PART_TOPS + at] - top)
-        floats[PART_TOPS + at] = factor
-        total += factor * floats[PART_TOTALS + at]
-        part = np.int32(part + 4)
-    floats[QUARTER_TOTALS + number] = total
-    bar_sync(BOTH, CONSUMERS)  # factors, and four totals of every row, are there
+    floats = memory.floats
+    g, here = np.int32(number >> 2 & 7), np.int32(FETCHED + 4 * number)
+    unit = np.int32(share.begin >> 10)
+    end = np.int32((share.begin + share.chunks) >> 10)
+    while unit < end:
+        barrier = np.int32(barrier + 1)
+        mbarrier_wait(memory.barriers, barrier, 0)
+        band = np.int32((unit >> 1) - (share.begin >> 11))
+        mark = np.int32(PART_MARKS + MARKS * band + 2 * g)
+        a, b = (ZERO, ZERO, ZERO, ZERO), (ZERO, ZERO, ZERO, ZERO)
+        c, d = (ZERO, ZERO, ZERO, ZERO), (ZERO, ZERO, ZERO, ZERO)
+        part, source = np.int32(0), here
+        # A loop that nobody can count is written once.
+        while cuda.any_sync(FULL_WARP, part < share.parts):
+            factor0, factor1 = floats[np.uint32(mark)], floats[np.uint32(mark + 1)]
+            a = add_chunk(floats, source, factor0, factor1, *a)
+            b = add_chunk(floats, source + UNIT, factor0, factor1, *b)
+            c = add_chunk(floats, source + 2 * UNIT, factor0, factor1, *c)
+            d = add_chunk(floats, source + 3 * UNIT, factor0, factor1, *d)
+            source = np.int32(source + 4 * share.chunks)
+            mark = np.int32(mark + MARKS * share.bands + 4)
+            part = np.int32(part + 1)
+        mark = np.int32(INVERSES + 16 * band + 2 * g)
+        row = np.int32(ROWS * share.row_tile + 16 * (unit >> 1) + g)
+        column = 256 * (unit & 1) + 8 * (number >> 5) + 2 * (number & 3)
+        at = output_at(lse, share.request, row, column)
+        if row < lse.shape[1]:
+            factor = floats[np.uint32(mark)]
+            write_pair(a[0], a[1], out, at, factor)
+            write_pair(b[0], b[1], out, at + 64, factor)
+            write_pair(c[0], c[1], out, at + 128, factor)
+            write_pair(d[0], d[1], out, at + 192, factor)
+        if row + 8 < lse.shape[1]:
+            at += 8 * D_LATENT
+            factor = floats[np.uint32(mark + 1)]
+            write_pair(a[2], a[3], out, at, factor)
+            write_pair(b[2], b[3], out, at + 64, factor)
+            write_pair(c[2], c[3], out, at + 128, factor)
+            write_pair(d[2], d[3], out, at + 192, factor)
+        here = np.int32(here + 4 * UNIT)
+        unit = uncounted(unit + 1)
 
 
 @device
-def row_top(floats, row):
-    """A row's reference over all parts."""
-    fmax, at = cuda.libdevice.fmaxf, QUARTER_TOPS + row
-    upper, lower = fmax(floats[at], floats[at + 64]), floats[at + 128]
-    return fmax(upper, fmax(lower, floats[at + 192]))
-
-
-@device
-def row_total(floats, row):
-    """A row's total over all parts."""
-    at = QUARTER_TOTALS + row
-    return (floats[at] + floats[at + 64]) + (floats[at + 128] + floats[at + 192])
-
-
-@device
-def merge_chunks(floats, number, parts, begin, chunks, out, lse, b, row_tile):
-    """Sum the parts' chunks and write them, and the lse with a row's first columns.
+def merge_chunks(memory, number, share, barrier, out, lse):
+    """Sum any share and write it, piece by piece.
 
     A lane has a chunk; where there are few, as of many parts, four lanes share it, each
     with every fourth part.
     """
+    floats, parts = memory.floats, share.parts
     lane = np.int32(number & 31)
-    bits = np.int32(3 if chunks <= CONSUMERS // 4 else 5)  # of a warp's chunks
-    quarter, step = np.int32(lane >> bits), np.int32(WARP >> bits)
-    for first in range((number >> 5) << bits, chunks, (CONSUMERS // WARP) << bits):
-        n = np.int32(first + (lane & ((1 << bits) - 1)))
-        here = np.int32(min(n, chunks - 1))
-        chunk = np.int32(begin + here)
-        thread = thread_of(chunk & GROUP - 1)
-        w, x, y, z = ZERO, ZERO, ZERO, ZERO
-        part = quarter
+    quarter, step = np.int32(lane >> share.bits), np.int32(WARP >> share.bits)
+    n = np.int32((number >> 5 << share.bits) + (lane & ((1 << share.bits) - 1)))
+    # Of a lane's chunks, g and t are the same.
+    g, t = np.int32((share.begin + n) >> 2 & 7), np.int32((share.begin + n) & 3)
+    first_mark = np.int32(PART_MARKS + (MARKS * share.bands + 4) * quarter + 2 * g)
+    first_sums = np.int32(FETCHED + 4 * share.chunks * quarter)
+    sums = np.int32(4 * share.chunks * step)
+    marks = np.int32((MARKS * share.bands + 4) * step)
+    row = np.int32(ROWS * share.row_tile + g)
+    base = output_at(lse, share.request, row, 2 * t)
+    rows = np.int32(lse.shape[1] - row)
+    first, there = np.int32(number >> 5 << share.bits), np.int32(0)  # of the warp
+    while first < share.chunks:
+        if first >= there:
+            there, barrier = np.int32(there + share.piece), np.int32(barrier + 1)
+            mbarrier_wait(memory.barriers, barrier, 0)
+        chunk = np.int32(share.begin + n)
+        band = np.int32((chunk >> 11) - (share.begin >> 11))
+        at, mark = np.int32(first_sums + 4 * n), np.int32(first_mark + MARKS * band)
+        s = ZERO, ZERO, ZERO, ZERO
+        part = np.int32((quarter if n < share.chunks else parts) + 3 * step)
+        while part < parts:  # four at once
+            s = add_part(floats, at, mark, *s)
+            s = add_part(floats, at + sums, mark + marks, *s)
+            s = add_part(floats, at + 2 * sums, mark + 2 * marks, *s)
+            s = add_part(floats, at + 3 * sums, mark + 3 * marks, *s)
+            at, mark = np.int32(at + 4 * sums), np.int32(mark + 4 * marks)
+            part = uncounted(part + 4 * step)
+        part = np.int32(part - 3 * step)
         while part < parts:
-            s0, s1, s2, s3 = load4(floats, FETCHED + 4 * (part * chunks + here))
-            at = PART_TOPS + ROWS * part + thread.row
-            factor0, factor1 = floats[at], floats[at + 8]
-            w += factor0 * s0
-            x += factor0 * s1
-            y += factor1 * s2
-            z += factor1 * s3
-            part = np.int32(part + step)
-        if step > 1:
-            w, x = sum_over_quarters(w), sum_over_quarters(x)
-            y, z = sum_over_quarters(y), sum_over_quarters(z)
-        row = np.int32(row_tile * ROWS + thread.row)
-        column = 8 * (chunk >> 8) + 256 * (chunk >> 7 & 1) + 2 * thread.t
-        at = output_at(lse, b, row, column)
-        if quarter == 0 and n < chunks:
-            above, below = thread.row, thread.row + 8
-            write_merged(floats, above, w, x, out, at, lse, b, row, column)
-            at += 8 * D_LATENT
-            write_merged(
-                floats, below, y, z, out, at, lse, b, np.int32(row + 8), column
-            )
+            s = add_part(floats, at, mark, *s)
+            at, mark = np.int32(at + sums), np.int32(mark + marks)
+            part = uncounted(part + step)
+        w, x, y, z = s
+        distance = np.int32(1 << share.bits)
+        while distance < WARP:
+            w += cuda.shfl_xor_sync(FULL_WARP, w, distance)
+            x += cuda.shfl_xor_sync(FULL_WARP, x, distance)
+            y += cuda.shfl_xor_sync(FULL_WARP, y, distance)
+            z += cuda.shfl_xor_sync(FULL_WARP, z, distance)
+            distance = uncounted(2 * distance)
+        if quarter == 0 and n < share.chunks:
+            mark = np.int32(INVERSES + 16 * band + 2 * g)
+            band = np.int32(chunk >> 11)
+            place = base + np.int32(16 * D_LATENT * band + 8 * (chunk >> 5 & 63))
+            if 16 * band < rows:
+                write_pair(w, x, out, place, floats[np.uint32(mark)])
+            if 16 * band + 8 < rows:
+                place += 8 * D_LATENT
+                write_pair(y, z, out, place, floats[np.uint32(mark + 1)])
+        n = np.int32(n + (CONSUMERS // WARP << share.bits))
+        first = uncounted(first + (CONSUMERS // WARP << share.bits))
 
 
 @device
-def write_merged(floats, tile_row, x, y, out, at, lse, b, row, column):
-    """Write two merged sums of a row, and its lse with the first of its columns."""
-    if row < lse.shape[1]:
-        total = row_total(floats, tile_row)
-        write_pair(x, y, out, at, inverse(total))
-        if column == 0:
-            lse[b, row] = log_sum(row_top(floats, tile_row), total)
-
-
-@device
-def sum_over_quarters(x):
-    """The sum of what the four lanes of a chunk have."""
-    x += cuda.shfl_xor_sync(FULL_WARP, x, 8)
-    return x + cuda.shfl_xor_sync(FULL_WARP, x, 16)
-
-
-@device
-def count_out(counters, number, parts, first):
-    """Count that this block has waited."""
-    if number == 0 and cuda.atomic.add(counters, 2 * first + 1, 1) == parts - 1:
-        # The last: nobody looks at the counters any more. Ready for the next launch.
-        cuda.atomic.exch(counters, 2 * first, 0)
-        cuda.atomic.exch(counters, 2 * first + 1, 0)
-
-
-@device
-def merge(memory, number, at, posted, tops, totals, counters, out, lse):
-    """Merge a share of a row tile whose parts were posted.
-
-    at : where `write_merges` wrote the row tile down
-    """
-    floats = memory.floats
-    parts, first = np.int32(memory.ints[at]), np.int32(memory.ints[at + 1])
-    b, row_tile = np.int32(memory.ints[at + 2]), np.int32(memory.ints[at + 3])
-    mine = np.int32(np.int32(cuda.blockIdx.x) - first)
-    begin = divide(CHUNKS * mine, parts)
-    chunks = np.int32(divide(CHUNKS * (mine + 1), parts) - begin)
-    if number == 0:
-        wait_for_at_least(counters, 2 * first, parts)
-    bar_sync(BOTH, CONSUMERS)  # all parts are posted
-    fetch_parts(memory, number, first, parts, begin, chunks, posted, tops, totals)
-    weigh_parts(floats, number, parts)
-    merge_chunks(floats, number, parts, begin, chunks, out, lse, b, row_tile)
+def merge(memory, number, share, barrier, posted, counters, out, lse):
+    """Merge a share of a row tile; barrier : the first of the mbarriers for it."""
+    # A lane a part, in all warps; each part is fetched as soon as it is posted.
+    lane, lanes = number & 31, np.int32(share.parts + 7) >> 3
+    part = np.int32((number >> 5) * lanes + lane)
+    place = place_of(part, share.first)
+    count = np.int32(memory.ints[LAUNCHES] + 1)
+    waits = lane < lanes and part < share.parts
+    while cuda.any_sync(FULL_WARP, waits):
+        if waits and has_reached(counters, place, count) != 0:
+            fetch_part(memory, share, part, place, barrier, posted)
+            waits = False
+    mbarrier_wait(memory.barriers, barrier, 0)
+    weigh_parts(memory.floats, number, share, lse)
+    bar_sync(BOTH, CONSUMERS)  # factors are there
+    if share.kept >= 0:
+        merge_units(memory, number, share, barrier, out, lse)
+    else:
+        merge_chunks(memory, number, share, barrier, out, lse)
     bar_sync(BOTH, CONSUMERS)  # what was fetched has been read
-    count_out(counters, number, parts, first)
 
 
 @device
-def write_merges(ints, prefix_lens, room, n_rows, row_tiles, lane):
+def write_merges(memory, counters, prefix_lens, room, lse, n_rows, row_tiles, lane):
     """Write down which row tiles the block has a part of, but not all; by a warp.
 
     At most two: first the one where its part of the rest ends, then where it begins.
-    The last part stays in registers if few blocks share the row tile, and all of them
-    end in it: then each can sum the columns of which it keeps its own sums.
+
+    A block keeps what it will merge of its own last part if few blocks share the row
+    tile, and all of them end in it; its share is whole units then.
     """
+    ints = memory.ints
     workers, rest, length = ints[WORKERS], ints[REST], ints[PART_LENGTH]
     begin = ints[REST_AT] + cut(rest, workers, np.int32(cuda.blockIdx.x))
     tile_begin = np.int32(begin + length)
-    for n in range(2):
+    n = np.int32(0)
+    while n < 2:
         parts, first, b, row_tile = np.int32(0), np.int32(0), np.int32(0), np.int32(0)
-        keeps = np.int32(0)
+        at, chunks, kept = np.int32(0), np.int32(0), np.int32(-1)
         unit = np.int32(begin + length - 1 if n == 0 else begin)
         if unit < tile_begin:
             b, row_tile, tile = locate(unit, prefix_lens, room, n_rows, row_tiles, lane)
@@ -1392,134 +1520,65 @@ def write_merges(ints, prefix_lens, room, n_rows, row_tiles, lane):
                 place = tile_begin - ints[REST_AT]
                 first = owner(rest, workers, place)
                 parts = np.int32(owner(rest, workers, place + tiles - 1) - first + 1)
+                mine = np.int32(np.int32(cuda.blockIdx.x) - first)
                 end = cut(rest, workers, np.int32(first + parts))
-                keeps = np.int32(parts <= KEEPERS and end == place + tiles)
+                unit = np.int32(1)  # of shares, in chunks
+                if n == 0 and parts <= KEEPERS and end == place + tiles:
+                    kept, unit = mine, np.int32(UNIT)
+                # Bands without rows are nobody's.
+                rows = np.int32(lse.shape[1] - ROWS * row_tile)
+                all_bands = min(np.int32(np.int32(rows + 15) >> 4), np.int32(4))
+                units = divide(BAND * all_bands, unit)
+                at = np.int32(unit * divide(units * mine, parts))
+                chunks = np.int32(unit * divide(units * (mine + 1), parts) - at)
+        if chunks == 0:
+            parts, kept = np.int32(0), np.int32(-1)
+        bands = np.int32(((at + chunks - 1) >> 11) - (at >> 11) + 1)
+        bits = np.int32(5 if parts < 16 else 3)  # few chunks: see `merge_chunks`
+        # What all warps sum at a time, so often that there are four pieces or fewer.
+        four = np.int32(4 * (CONSUMERS // WARP) << bits)
+        piece = np.int32(np.int32(chunks + four - 1) >> (bits + 5) << (bits + 3))
+        if kept >= 0:
+            piece = np.int32(UNIT)
         if lane == 0:
-            if n == 0:
-                ints[KEEPS] = keeps
-            at = MERGES + 4 * n
-            ints[at], ints[at + 1] = parts, first
-            ints[at + 2], ints[at + 3] = b, row_tile
+            to = np.int32(MERGES + MERGE * n)
+            ints[to], ints[to + 1], ints[to + 2] = parts, first, b
+            ints[to + 3], ints[to + 4], ints[to + 5] = row_tile, at, chunks
+            ints[to + 6], ints[to + 7], ints[to + 8] = kept, bands, bits
+            ints[to + 9] = piece
+        if lane < ARRIVALS and parts > 0:
+            # How much each of the mbarriers has to wait for.
+            count = np.int32(min(piece, np.int32(chunks - piece * (lane - 1))))
+            n_bytes = np.int32(16 * count * (parts - 1 if kept >= 0 else parts))
+            if lane == 0:
+                n_bytes = np.int32(4 * MARKS * bands * parts)
+            if n_bytes > 0:
+                barrier = MERGING + ARRIVALS * n + lane
+                mbarrier_arrive_expect_tx(memory.barriers, barrier, n_bytes)
+        n = uncounted(n + 1)
+    if lane == 0:
+        # Atomic, because others look at it at the same time.
+        ints[LAUNCHES] = cuda.atomic.add(counters, 2 * np.int32(cuda.blockIdx.x), 0)
+    cuda.syncwarp()  # all of it is written down
 
 
 @device
-def is_merger(ints, quarter):
-    """Whether the block sums a quarter of the row tile whose last part it keeps."""
-    mine = np.int32(cuda.blockIdx.x) - ints[MERGES + 1]
-    return quarter * ints[MERGES] >> 2 == mine
-
-
-@device
-def other_part(n, mine, parts, first, row, tops, totals):
-    """Place, tops and totals of the n-th part after the block's own, modulo `parts`.
-
-    If there are not so many, it is the last one, and counts for nothing.
-    """
-    part = np.int32(mine + min(n, parts - 1))
-    place = place_of(np.int32(part - parts) if part >= parts else part, first)
-    at = np.int32(place * ROWS + row)
-    top0, top1, total0, total1 = tops[at], tops[at + 8], totals[at], totals[at + 8]
-    if n >= parts:
-        top0, top1, total0, total1 = MINUS_INF, MINUS_INF, ZERO, ZERO
-    return place, top0, top1, total0, total1
-
-
-@device
-def add_half(sums, n, own0, own1, posted, x_at, x0, x1, y_at, y0, y1, z_at, z0, z1):
-    """Scale the block's own sums of 32 columns, and add those of three other parts."""
-    for j in range(4):
-        i = n + 4 * j
-        at = CONSUMERS * i
-        a0, a1, a2, a3 = load4(posted, x_at + at)
-        b0, b1, b2, b3 = load4(posted, y_at + at)
-        c0, c1, c2, c3 = load4(posted, z_at + at)
-        sums[i] = own0 * sums[i] + x0 * a0 + y0 * b0 + z0 * c0
-        sums[i + 1] = own0 * sums[i + 1] + x0 * a1 + y0 * b1 + z0 * c1
-        sums[i + 2] = own1 * sums[i + 2] + x1 * a2 + y1 * b2 + z1 * c2
-        sums[i + 3] = own1 * sums[i + 3] + x1 * a3 + y1 * b3 + z1 * c3
-
-
-@device
-def merge_quarter(memory, number, sums, first, factors, out, at, rows, i0, i1):
-    """Add the other parts' sums of 64 columns, from sums[first] on, and write them."""
-    add_half(sums, first, *factors)
-    at += 2 * first
-    write_half(memory.floats, number, sums, first, out, at, rows, i0, i1)
-    add_half(sums, first + 16, *factors)
-    write_half(memory.floats, number, sums, first + 16, out, at + 32, rows, i0, i1)
-
-
-@device
-def merge_kept(
-    memory, thread, number, posted, tops, totals, counters, sums, top, total, out, lse
-):
-    """Merge the row tile whose part is still in the sums, with up to three others.
-
-    Nothing is shared: a thread reads what belongs to its two rows.
-    """
-    ints = memory.ints
-    parts, first = np.int32(ints[MERGES]), np.int32(ints[MERGES + 1])
-    b, row_tile = np.int32(ints[MERGES + 2]), np.int32(ints[MERGES + 3])
-    mine = np.int32(np.int32(cuda.blockIdx.x) - first)
-    if number == 0:
-        wait_for_at_least(counters, 2 * first, parts)
-    bar_sync(BOTH, CONSUMERS)  # all parts are posted
-    where = mine, parts, first, thread.row, tops, totals
-    x_place, x_top0, x_top1, x_total0, x_total1 = other_part(1, *where)
-    y_place, y_top0, y_top1, y_total0, y_total1 = other_part(2, *where)
-    z_place, z_top0, z_top1, z_total0, z_total1 = other_part(3, *where)
-    fmax = cuda.libdevice.fmaxf
-    top0 = fmax(fmax(top[0], x_top0), fmax(y_top0, z_top0))
-    top1 = fmax(fmax(top[1], x_top1), fmax(y_top1, z_top1))
-    own0, own1 = ex2_approx(top[0] - top0), ex2_approx(top[1] - top1)
-    x0, x1 = ex2_approx(x_top0 - top0), ex2_approx(x_top1 - top1)
-    y0, y1 = ex2_approx(y_top0 - top0), ex2_approx(y_top1 - top1)
-    z0, z1 = ex2_approx(z_top0 - top0), ex2_approx(z_top1 - top1)
-    total0 = own0 * total[0] + x0 * x_total0 + y0 * y_total0 + z0 * z_total0
-    total1 = own1 * total[1] + x1 * x_total1 + y1 * y_total1 + z1 * z_total1
-    row = np.int32(row_tile * ROWS + thread.row)
-    at, rows = warp_output(lse, b, row, number)
-    x_at = np.int64(x_place) * POSTED + 4 * number
-    y_at = np.int64(y_place) * POSTED + 4 * number
-    z_at = np.int64(z_place) * POSTED + 4 * number
-    factors = own0, own1, posted, x_at, x0, x1, y_at, y0, y1, z_at, z0, z1
-    args = factors, out, at, rows, inverse(total0), inverse(total1)
-    if is_merger(ints, 0):
-        merge_quarter(memory, number, sums, 0, *args)
-    if is_merger(ints, 1):
-        merge_quarter(memory, number, sums, 32, *args)
-    if is_merger(ints, 2):
-        merge_quarter(memory, number, sums, 64, *args)
-    if is_merger(ints, 3):
-        merge_quarter(memory, number, sums, 96, *args)
-    if mine == 0 and number < GROUP and thread.t == 0:
-        write_lse(lse, b, row, top0, top1, total0, total1)
-    count_out(counters, number, parts, first)
-
-
-@device
-def merge_parts(
-    memory, thread, number, posted, tops, totals, counters, sums, top, total, out, lse
-):
+def merge_parts(memory, number, posted, counters, out, lse):
     """Bring together the row tiles that `write_merges` found."""
-    mbarrier_wait(memory.barriers, MERGES_KNOWN, 0)
+    number = np.int32(uncounted(number) & (CONSUMERS - 1))
+    shares = memory.ints[PART_LENGTH] > 0
+    if shares:
+        mbarrier_wait(memory.barriers, MERGES_KNOWN, 0)
     bar_sync(BOTH, CONSUMERS)  # all threads have posted
-    if number == 0:
+    if number < 2:
         fence_acq_rel_gpu()  # what the block posted comes before its counts
-        for n in range(2):  # count for both before waiting for either
-            if memory.ints[MERGES + 4 * n] > 0:
-                cuda.atomic.add(counters, 2 * memory.ints[MERGES + 4 * n + 1], 1)
-    keeps = memory.ints[KEEPS]
-    if keeps != 0:
-        merge_kept(
-            memory, thread, number, posted, tops, totals, counters, sums, top, total,
-            out, lse,
-        )  # fmt: skip
-        bar_sync(BOTH, CONSUMERS)  # what was staged has been read
-    for n in range(keeps, 2):
-        at = np.int32(MERGES + 4 * n)
-        if memory.ints[at] > 0:
-            merge(memory, number, at, posted, tops, totals, counters, out, lse)
+        cuda.atomic.add(counters, 2 * np.int32(cuda.blockIdx.x) + number, 1)
+    at, barrier = np.int32(MERGES), np.int32(MERGING)
+    while shares and at < MERGES + 2 * MERGE:
+        share = read_share(memory.ints, at)
+        if share.parts > 0:
+            merge(memory, number, share, barrier, posted, counters, out, lse)
+        at, barrier = uncounted(at + MERGE), np.int32(barrier + ARRIVALS)
 
 
 # ------------------------------------------------------------------------------- kernel
@@ -1552,10 +1611,8 @@ def wgmma_kernel(
     margin,  # f32: by how much a score may pass a row's reference
     out,  # out [B · R · 512] f32
     lse,  # out [B, R] f32
-    posted,  # out [2·blocks · 32 · 1024] f32: parts of row tiles that were cut
-    tops,  # out [2·blocks · 64] f32
-    totals,  # out [2·blocks · 64] f32
-    counters,  # [2·blocks] i32: all 0, before and after
+    posted,  # out [2·blocks · POSTED] f32: parts of row tiles that were cut
+    counters,  # [2·blocks] i32: all equal; one more each afterwards
 ):
     memory = Memory(
         cuda.shared.array(0, np.uint16, alignment=1024),
@@ -1587,7 +1644,9 @@ def wgmma_kernel(
             )  # fmt: skip
         bar_sync(PLANNED, THREADS)  # the mbarriers are ready, and the plan
         if warp == 1 and memory.ints[PART_LENGTH] > 0:
-            write_merges(memory.ints, prefix_lens, room, n_rows, row_tiles, lane)
+            write_merges(
+                memory, counters, prefix_lens, room, lse, n_rows, row_tiles, lane
+            )
             if lane == 0:
                 mbarrier_arrive(memory.barriers, MERGES_KNOWN)
         if number == CONSUMERS:
@@ -1697,17 +1756,11 @@ def wgmma_kernel(
             keeps = False
             if left == 0:  # its last part
                 mbarrier_wait(memory.barriers, MERGES_KNOWN, 0)
-                keeps = memory.ints[KEEPS] != 0
+                keeps = memory.ints[KEPT] >= 0
             place = np.int32(2 * worker + (1 if begins else 0))
-            post(
-                sums, top, total, posted, tops, totals, place, number, thread.row,
-                thread.t, memory.ints, keeps,
-            )  # fmt: skip
-    if memory.ints[PART_LENGTH] > 0:
-        merge_parts(
-            memory, thread, number, posted, tops, totals, counters, sums, top, total,
-            out, lse,
-        )  # fmt: skip
+            rows = np.int32(lse.shape[1] - row + thread.row)
+            post(memory, sums, top, total, posted, place, number, rows, keeps)
+    merge_parts(memory, number, posted, counters, out, lse)
 
 
 # --------------------------------------------------------------------------------- host
@@ -1827,7 +1880,7 @@ def encode_map(
 def zeroed_counters(at: Place, out: Any, blocks: int) -> Any:
     """Counters by which the blocks that write `out` wait for one another.
 
-    Every launch leaves them at 0, so on a GPU they are made once for an output: two
+    Every launch adds 1 to each, so on a GPU they are made once for an output: two
     launches that write the same one cannot run at the same time.
     """
     if at.executor != "gpu":
@@ -1877,8 +1930,6 @@ def run(
     tiles = batch * -(-packed // ROWS)
     blocks = grid_size(tiles, -(-room // KEYS), processors, n_splits)
     posted = at.empty((2 * blocks * POSTED,), np.float32)
-    tops = at.empty((2 * blocks * ROWS,), np.float32)
-    totals = at.empty((2 * blocks * ROWS,), np.float32)
     counters = zeroed_counters(at, out, blocks)
     maps = tensor_map(at, q), tensor_map(at, kv_cache)
     with hopper_target():
@@ -1897,8 +1948,6 @@ def run(
             out,
             lse,
             posted,
-            tops,
-            totals,
             counters,
             dynamic_shared=DYNAMIC_SHARED,
             cooperative=True,
