@@ -105,7 +105,7 @@ class Form(NamedTuple):
     """How much of the cache is in shared memory at a time."""
 
     keys: int  # of a tile: 16 or 32
-    stages: int  # tiles: 3, or 1 that is not refilled before it is used up
+    stages: int  # tiles: 3; or 1, of 16 keys, that is not refilled until it is used up
 
     @property
     def dynamic_shared(self) -> int:
