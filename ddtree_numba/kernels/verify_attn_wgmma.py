@@ -1699,7 +1699,8 @@ def wgmma_kernel(
         return
 
     setmaxnreg_inc(CONSUMER_REGISTERS)
-    barrier = EVEN_ARRIVED + number
+    # A warp makes its mbarriers one by one, so each of the eight makes some.
+    barrier = EVEN_ARRIVED + CONSUMERS // WARP * lane + (number >> 5)
     if barrier < BARRIERS_END:
         mbarrier_init(memory.barriers, barrier, 2 if barrier == QUERIES_FREE else 1)
         fence_mbarrier_init()
