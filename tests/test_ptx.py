@@ -37,6 +37,7 @@ from ddtree_numba.kernels.ptx import (
     cp_async_commit_group,
     cp_async_wait_group,
     cvt_rn_bf16x2,
+    div_u32,
     ex2_approx,
     ldmatrix_x4,
     ldmatrix_x4_trans,
@@ -126,6 +127,21 @@ def test_mma_is_a_matrix_product_in_the_layout_of_its_table(kernel_executor):
     inputs = from_float32(a), from_float32(b), c
     out = launch(kernel_executor, mma_kernel, 1, 32, *inputs, out=np.zeros_like(c))
     assert (out == a @ b + c).all()
+
+
+@cuda.jit
+def quotients_kernel(x, y, out):
+    i = cuda.threadIdx.x
+    out[i] = div_u32(x[i], y[i])
+
+
+def test_counts_are_divided(kernel_executor):
+    x = np.array([0, 6, 7, 8, 2**31 - 1, 2**31 - 1, 100, 3], np.int32)
+    y = np.array([1, 7, 7, 7, 1, 2**31 - 1, 3, 2**31 - 1], np.int32)
+    out = np.zeros_like(x)
+    assert (
+        launch(kernel_executor, quotients_kernel, 1, 8, x, y, out=out) == x // y
+    ).all()
 
 
 @cuda.jit

@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -383,6 +384,46 @@ def test_auto_takes_it_where_it_can_run_and_pays():
 def test_it_pays_for_64_tiles_of_rows_and_keys(batch, n, heads, room, expected):
     q = np.empty((batch, n, heads, 576), np.uint16)
     assert module.pays(q, np.empty((batch, room, 576), np.uint16)) == expected
+
+
+@cuda.jit
+def plans_kernel(prefix_lens, room, n_rows, row_tiles, n_splits, ints):
+    # ints [blocks, …] i32: what each block's warp would write down
+    for worker in range(int32(ints.shape[0])):
+        module.write_plan(
+            ints[worker], prefix_lens, room, n_rows, row_tiles, n_splits,
+            int32(worker), int32(ints.shape[0]), cuda.laneid,
+        )  # fmt: skip
+
+
+def plan_of_one(tiles, row_tiles, blocks):
+    """Parts that the blocks get of one request: (row tile, first tile, how many)."""
+    rest = tiles * row_tiles
+    if (tiles - 8) * blocks <= rest:  # nothing is cut
+        return [(0, 0, 0)] * blocks
+    parts = max(tiles // module.LEAST, 1)
+    whole = row_tiles * (blocks // row_tiles)
+    workers = whole if 10 * whole >= 9 * blocks else blocks
+    workers = min(workers, row_tiles * parts)
+    cuts = [-(-rest * n // workers) for n in range(workers + 1)]
+    found = [
+        (begin // tiles, begin % tiles, end - begin) for begin, end in pairwise(cuts)
+    ]
+    return found + [(0, 0, 0)] * (blocks - workers)
+
+
+@pytest.mark.parametrize("row_tiles", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("tiles", [1, 9, 16, 29, 129])
+def test_a_request_is_cut_evenly_into_what_pays(tiles, row_tiles):
+    for blocks in (8, 11, 26):
+        ints = np.full((blocks, module.PART_AT + 3), -1, np.int32)
+        lens = np.array([64 * tiles - 3], np.int32)
+        room = np.int32(64 * tiles)
+        given = lens, room, np.int32(3), np.int32(row_tiles), np.int32(0)
+        emulate(plans_kernel, 1, 32, *given, ints)
+        told = ints[:, [module.PART_AT + 1, module.PART_AT + 2, module.PART_LENGTH]]
+        found = [tuple(part) if part[2] else (0, 0, 0) for part in told.tolist()]
+        assert found == plan_of_one(tiles, row_tiles, blocks)
 
 
 # ---------------------------------------------------------------------------- bad input

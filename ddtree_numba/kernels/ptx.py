@@ -21,6 +21,7 @@ Compute capability 8.0 or later
 `st_shared_v2_f32`           … in shared memory
 `fence_acq_rel_gpu`          order: accesses before and after, as other blocks see them
 `has_reached`                look whether a counter is there that other blocks add to
+`div_u32`                    divide two counts
 `uncounted`                  an integer that the compiler takes to be any
 Compute capability 9.0
 ------------------------------------------------------------------------------------
@@ -99,6 +100,7 @@ __all__ = [
     "cp_async_commit_group",
     "cp_async_wait_group",
     "cvt_rn_bf16x2",
+    "div_u32",
     "ex2_approx",
     "fence_acq_rel_gpu",
     "fence_mbarrier_init",
@@ -1338,6 +1340,26 @@ def _as_uint32(context: Any, builder: Any, kinds: Any, values: Any) -> list[Any]
     ]
 
 
+# -- whole numbers --------------------------------------------------------------------
+
+
+@intrinsic
+def div_u32(typingctx, x, y):
+    """``div.u32``: the quotient of two counts, `y` above 0, as an int32.
+
+    ``x // y`` also asks whether `y` is 0, which is a branch for each.
+    """
+    _check_integer("x", x)
+    _check_integer("y", y)
+
+    def codegen(context, builder, signature, args):
+        values = _as_uint32(context, builder, signature.args, args)
+        text = "div.u32 $0, $1, $2;"
+        return _assembly(builder, _I32, text, "=r,r,r", values, memory=False)
+
+    return types.int32(x, y), codegen
+
+
 # -- what a compiler may know ---------------------------------------------------------
 
 
@@ -1451,6 +1473,7 @@ def _(lane, acc, a, b):
 
 
 emulation(uncounted)(lambda lane, x: x)
+emulation(div_u32)(lambda lane, x, y: np.int32(np.uint32(x) // np.uint32(y)))
 emulation(fence_acq_rel_gpu)(lambda lane: lane.hub.fence())
 
 
