@@ -23,7 +23,7 @@ While the ones score tile j + 1 the others add tile j. Who does what when::
     add     | first half of the keys of j   | second half               |
 
     A  tile j + 1 has arrived; weights of j are there; all are done with tile j - 1
-    B  the products of both warps of a pair are there
+    B  the products of both warps of a pair are there; what sums shrink by has been read
 
 Only where keys of the tail are in a tile, scores are hidden by the visibility bits,
 and values that are no numbers are cleared by the warp that reads them
@@ -299,7 +299,7 @@ def weigh_tile(
 ):
     """Turn scores into weights, for all warps to read.
 
-    Also what older sums shrink by: 1 where the top has not moved.
+    Also what older sums shrink by: 1 where a finite top has not moved.
     """
     highest = cuda.local.array(2, np.float32)
     for r in range(2):
@@ -540,7 +540,7 @@ def make_kernel(form: Form) -> Any:
                 at = here + np.uint32(tile - first) % np.uint32(stages) * stage
                 meet(A, SCORERS)
                 if not overlapped:
-                    meet(B, SCORERS)
+                    meet(B, SCORERS)  # all are done with the values
                     meet(A, SCORERS)  # the keys are there
                 multiply(shared, own_at, other_at, at, parts, products)
                 give(products, warp, lane, parts, given)
@@ -573,10 +573,10 @@ def make_kernel(form: Form) -> Any:
                     weights,
                 )
             meet(A, SCORERS)  # the weights of the last tile are there
-            if not overlapped:
+            if not overlapped:  # where the adders refill the tile, with nothing now
                 meet(B, SCORERS)
                 meet(A, SCORERS)
-            meet(B, SCORERS)
+            meet(B, SCORERS)  # the last shrinks have been read
             finish_rows(
                 visibility,
                 b,
@@ -591,7 +591,7 @@ def make_kernel(form: Form) -> Any:
                 tops[split, b],
                 totals[split, b],
             )
-            meet(A, SCORERS)
+            meet(A, SCORERS)  # the factors are there
         else:
             # Its tile is one behind: first none, then `first` … `end - 1`.
             sums = cuda.local.array((ROW_PARTS, COLUMN_PARTS, 4), np.float32)
