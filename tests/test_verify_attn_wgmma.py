@@ -176,7 +176,7 @@ def test_bands_without_rows_are_neither_posted_nor_merged(monkeypatch):
 def test_launches_with_the_same_counters_follow_one_another(monkeypatch):
     monkeypatch.setattr(verify_attn_module, "_multiprocessors", lambda at: 5)
     counters = np.full(2 * 5, 7, np.int32)
-    monkeypatch.setattr(module, "zeroed_counters", lambda *given: counters)
+    monkeypatch.setattr(module, "counters_of", lambda *given: counters)
     q, cache, lens, visibility = bf16_case(2, 2, 33, [300])
     for launches, prefix_len in enumerate([300, 10, 300], 1):
         # Of so short a prefix most blocks have no part.

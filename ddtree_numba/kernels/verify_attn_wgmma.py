@@ -41,7 +41,8 @@ q·k, and as columns of values of P·V, so nothing is transposed or copied::
     144     odd tile, 8 pieces of values   their sums, factors and totals
     208     its rope columns; once it is scored: P1
     216     P0                     while sums are written: 1 KB a warp
-    224     references and totals of rows, who moved them, mbarriers, plan and merges
+    224     references and totals of rows, who moved them, which are padding;
+            mbarriers; plan and merges
 
 Sharing out. All tiles of keys, row tile by row tile and request by request, are one
 line. Blocks are no more than run at the same time, one a multiprocessor: they wait for
@@ -171,11 +172,16 @@ MERGES = LAUNCHES + 1  # of two row tiles: a `Share` each
 # When all tiles of keys are done with, in float32 over their place and the queries': a
 # block's share of the parts of a row tile; what sums of rows are multiplied by in the
 # end; *marks* of the parts: references (then factors) and totals.
-MOST_PARTS = 144  # blocks at most, so that what belongs to all parts fits
+MOST_PARTS = 144  # blocks at most: no GH100 has more multiprocessors; see `merge`
 CHUNKS = 8192  # of four sums, in a part …
-UNIT = 1024  # … of a warp: 16 rows of 256 columns …
-BAND = 2 * UNIT  # … and of two, a *band*: 16 rows
+UNIT_BITS = 10
+UNIT = 1 << UNIT_BITS  # … of a warp: 16 rows of 256 columns …
+BAND_BITS = UNIT_BITS + 1
+BAND = 1 << BAND_BITS  # … and of two, a *band*: 16 rows
 MARKS = 32  # of a band
+# Behind a part's marks, so that the lanes of a row, which read those of several parts,
+# read other banks; four, because copies in bulk need multiples of 16 bytes.
+GAP = 4
 FETCHED = 0
 INVERSES = FETCHED + 4 * 9 * UNIT  # kept shares are whole units: 3 of 3 parts
 PART_MARKS = INVERSES + ROWS
@@ -193,6 +199,7 @@ LARGEST_PAIR, LOWEST_PAIR = np.uint32(0x7F7F7F7F), np.uint32(0xFF7FFF7F)  # bflo
 
 MAX_STEP = 1 << 40  # of a tensor map, in bytes
 MAX_UNITS = (1 << 31) - 1
+ALIKE = np.float32(0.875)  # rounds pay if the mean length is this much of the longest
 SPLIT_COST = np.float32(8.0)  # what it costs to split and merge, in tiles of keys
 LEAST = 4  # tiles of keys that are worth a block of their own
 PAYS = 64  # tiles of rows and keys; see `pays`
@@ -357,9 +364,7 @@ def plan(prefix_lens, room, n_rows, row_tiles, n_splits, blocks, lane):
         return np.int32(0), np.int32(min(blocks, units)), np.int32(0), units
     most = np.float32(longest)  # a choice, so float32 will do for products
     rounds, begin = np.int32(0), np.int32(0)
-    if tiles >= blocks and np.float32(units) >= np.float32(0.875) * most * np.float32(
-        tiles
-    ):
+    if tiles >= blocks and np.float32(units) >= ALIKE * most * np.float32(tiles):
         rounds = div_u32(tiles, blocks)
         begin = line_offset(
             np.int32(rounds * blocks), prefix_lens, room, n_rows, row_tiles, lane
@@ -420,7 +425,7 @@ def locate(unit, prefix_lens, room, n_rows, row_tiles, lane):
             row_tile = div_u32(unit, tiles)
             return np.int32(first + found), row_tile, np.int32(unit - row_tile * tiles)
         unit = np.int32(unit - cuda.shfl_sync(FULL_WARP, until, WARP - 1))
-    return np.int32(0), np.int32(0), np.int32(0)
+    return np.int32(0), np.int32(0), np.int32(0)  # never: the place is in the line
 
 
 @device
@@ -440,10 +445,10 @@ def part_of_one(prefix_lens, room, n_rows, row_tiles, worker, blocks):
     part = np.int32(worker - row_tile * parts)
     begin, end = cut(tiles, parts, part), cut(tiles, parts, part + 1)
     length = np.int32(end - begin if row_tile < row_tiles else 0)
-    pays = (np.float32(tiles) - SPLIT_COST) * np.float32(blocks) > np.float32(
+    cuts = (np.float32(tiles) - SPLIT_COST) * np.float32(blocks) > np.float32(
         tiles * row_tiles
     )
-    if not pays or (parts == most and 10 * row_tiles * parts < 9 * blocks):
+    if not cuts or (parts == most and 10 * row_tiles * parts < 9 * blocks):
         parts = np.int32(0)
     return parts, tiles, row_tile, begin, length
 
@@ -452,7 +457,10 @@ def part_of_one(prefix_lens, room, n_rows, row_tiles, worker, blocks):
 def write_plan(
     ints, prefix_lens, room, n_rows, row_tiles, n_splits, worker, blocks, lane
 ):
-    """Write down for the block what it has to do; by a warp."""
+    """Write down for the block what it has to do, from `ROUNDS` on; by a warp.
+
+    ints : shared memory as int32
+    """
     b, parts, rounds, begin = np.int32(0), np.int32(0), np.int32(0), np.int32(0)
     if prefix_lens.size == 1 and row_tiles < blocks and n_splits == 0:
         parts, tiles, row_tile, tile, length = part_of_one(
@@ -856,7 +864,10 @@ def move_top(top, total, sums, adds, new0, new1):
 
 @device
 def note_move(memory, thread, first, moves):
-    """Write down for all whether this warp is the one to raise a reference."""
+    """Write down for all whether this warp raises a reference.
+
+    first : number of the group's first warp
+    """
     if thread.lane == 0:
         at = 2 * MOVED + first + (thread.number >> 5)
         memory.shared[at] = np.uint16(1) if moves else np.uint16(0)
@@ -932,7 +943,7 @@ def weigh_even(
     wgmma_m64n256k16_bf16_from_registers(sums, weights, 12, values, 384, 1)
     wgmma_commit_group()
     share(memory, thread, weights, EVEN_WEIGHTS, top[0], top[1], EVEN_TOPS)
-    bar_arrive(EVEN_READY, CONSUMERS)
+    bar_arrive(EVEN_READY, CONSUMERS)  # what was shared comes before group 1 reads it
     wgmma_wait_group(0, sums, 128)
     total[0] += fresh[0]
     total[1] += fresh[1]
@@ -973,14 +984,15 @@ def compute_even(
     left, adds = np.int32(count), np.int32(0)
     score_even_left(memory, scores, parity, True, queries_parity)
     if count > 1:
-        bar_arrive(TURN, CONSUMERS)
+        bar_arrive(TURN, CONSUMERS)  # group 1 may begin with the odd tile
     while True:
         score_even_rest(memory, scores, parity, left == count, queries_parity)
         seen = look(visibility, request, key0)
         wgmma_wait_group(0, scores, 32)
         parity = np.int32(parity ^ 1)
         if left == count:
-            bar_sync(WRITTEN, CONSUMERS)  # group 1 has written what was before
+            # Group 1 has written what was before, by way of the weights' place.
+            bar_sync(WRITTEN, CONSUMERS)
         if thread.number == 0 and left <= 2:
             mbarrier_arrive(memory.barriers, QUERIES_FREE)
         weigh_even(
@@ -1000,7 +1012,7 @@ def compute_even(
         left = np.int32(left - 2)
         score_even_left(memory, scores, parity, False, queries_parity)
         if left > 1:  # the last even tile may have no odd one beside it
-            bar_arrive(TURN, CONSUMERS)
+            bar_arrive(TURN, CONSUMERS)  # group 1 may begin with that
         wgmma_wait_group(1, sums, 128)
         if thread.number == 0:
             mbarrier_arrive(memory.barriers, ODD_LEFT_FREE)
@@ -1043,7 +1055,9 @@ def weigh_odd(
         new0 = raise_top(new0, x0, scale, margin)
         new1 = raise_top(new1, x1, scale, margin)
     weigh64(scores, scale, new0, new1, weights, fresh)
-    bar_sync(EVEN_READY, CONSUMERS)  # and all of this group are done with the rope
+    # Weights and references of the even tile are there, and all of this group are done
+    # with the rope columns, where the weights of this tile go.
+    bar_sync(EVEN_READY, CONSUMERS)
     even0 = memory.floats[EVEN_TOPS + thread.row]
     even1 = memory.floats[EVEN_TOPS + thread.row + 8]
     a, b, c, d = load4(memory.words, MOVED)
@@ -1056,7 +1070,7 @@ def weigh_odd(
         weigh64(scores, scale, new0, new1, weights, fresh)
     add_even(memory, sums, adds)
     share(memory, thread, weights, ODD_WEIGHTS, new0, new1, ODD_TOPS)
-    bar_arrive(ODD_READY, CONSUMERS)
+    bar_arrive(ODD_READY, CONSUMERS)  # what was shared comes before group 0 reads it
     if moved != 0:  # by any warp of either group: all warps wait, or none
         wgmma_wait_group(0, sums, 128)
         move_top(top, total, sums, 1, new0, new1)
@@ -1078,7 +1092,7 @@ def compute_odd(
 ):  # fmt: skip
     """Warpgroup 1's share of `count` tiles of keys; returns the next tile's parity."""
     pairs, adds = count >> 1, np.int32(0)
-    bar_arrive(WRITTEN, CONSUMERS)
+    bar_arrive(WRITTEN, CONSUMERS)  # what was before, so its place is free
     key0 = np.int32(key0 + KEYS)
     for pair in range(pairs):
         bar_sync(TURN, CONSUMERS)  # keeps this group half a softmax behind
@@ -1236,8 +1250,9 @@ def post_quarter(sums, first, to, at):
 
 @device
 def post(memory, sums, top, total, posted, place, number, rows, keeps):
-    """Write a part of a row tile for the others; place : number of the part.
+    """Write a part of a row tile for the others.
 
+    posted : [2·blocks · POSTED] f32; place : which `POSTED` of them; see `place_of`
     rows : how many the row tile has, from its first on
     keeps : whether the block leaves out what it will merge itself: that goes to where
     the other parts of it will be, over tiles that are done with
@@ -1311,9 +1326,9 @@ def fetch_part(memory, share, part, place, barrier, posted):
     fence_proxy_async()  # what was read and written where they go …
     fence_proxy_async_global()  # … and posted
     cp_async_bulk(
-        memory.floats, PART_MARKS + (MARKS * share.bands + 4) * part, posted,
-        source + 4 * CHUNKS + MARKS * (share.begin >> 11), 4 * MARKS * share.bands,
-        memory.barriers, barrier,
+        memory.floats, PART_MARKS + (MARKS * share.bands + GAP) * part, posted,
+        source + 4 * CHUNKS + MARKS * (share.begin >> BAND_BITS),
+        4 * MARKS * share.bands, memory.barriers, barrier,
     )  # fmt: skip
     source = np.int32(source + 4 * share.begin)
     to = np.int32(part * share.chunks)
@@ -1336,7 +1351,7 @@ def weigh_parts(floats, number, share, lse):
     16, 8 or 4 lanes share a row, as there are rows. They write what its sums are
     multiplied by in the end, and its lse where its first chunk is in the share.
     """
-    step = np.int32(MARKS * share.bands + 4)
+    step = np.int32(MARKS * share.bands + GAP)
     shift = np.int32(max(np.int32(5 - share.bands), np.int32(2)))
     lanes, n = np.int32(1 << shift), np.int32(number >> shift)
     lane = np.int32(number & (lanes - 1))
@@ -1364,7 +1379,8 @@ def weigh_parts(floats, number, share, lse):
             distance = uncounted(distance >> 1)
         if lane == 0:
             floats[np.uint32(INVERSES + n)] = inverse(total)
-            g, band = np.int32(n >> 1 & 7), np.int32((n >> 4) + (share.begin >> 11))
+            g = np.int32(n >> 1 & 7)
+            band = np.int32((n >> 4) + (share.begin >> BAND_BITS))
             row = np.int32(ROWS * share.row_tile + 16 * band + g + 8 * (n & 1))
             chunk = np.int32(BAND * band + 4 * g - share.begin)
             if 0 <= chunk and chunk < share.chunks and row < lse.shape[1]:
@@ -1394,12 +1410,12 @@ def merge_units(memory, number, share, barrier, out, lse):
     """
     floats = memory.floats
     g, here = np.int32(number >> 2 & 7), np.int32(FETCHED + 4 * number)
-    unit = np.int32(share.begin >> 10)
-    end = np.int32((share.begin + share.chunks) >> 10)
+    unit = np.int32(share.begin >> UNIT_BITS)
+    end = np.int32((share.begin + share.chunks) >> UNIT_BITS)
     while unit < end:
         barrier = np.int32(barrier + 1)
         mbarrier_wait(memory.barriers, barrier, 0)
-        band = np.int32((unit >> 1) - (share.begin >> 11))
+        band = np.int32((unit >> 1) - (share.begin >> BAND_BITS))
         mark = np.int32(PART_MARKS + MARKS * band + 2 * g)
         a, b = (ZERO, ZERO, ZERO, ZERO), (ZERO, ZERO, ZERO, ZERO)
         c, d = (ZERO, ZERO, ZERO, ZERO), (ZERO, ZERO, ZERO, ZERO)
@@ -1412,7 +1428,7 @@ def merge_units(memory, number, share, barrier, out, lse):
             c = add_chunk(floats, source + 2 * UNIT, factor0, factor1, *c)
             d = add_chunk(floats, source + 3 * UNIT, factor0, factor1, *d)
             source = np.int32(source + 4 * share.chunks)
-            mark = np.int32(mark + MARKS * share.bands + 4)
+            mark = np.int32(mark + MARKS * share.bands + GAP)
             part = np.int32(part + 1)
         mark = np.int32(INVERSES + 16 * band + 2 * g)
         row = np.int32(ROWS * share.row_tile + 16 * (unit >> 1) + g)
@@ -1448,10 +1464,10 @@ def merge_chunks(memory, number, share, barrier, out, lse):
     n = np.int32((number >> 5 << share.bits) + (lane & ((1 << share.bits) - 1)))
     # Of a lane's chunks, g and t are the same.
     g, t = np.int32((share.begin + n) >> 2 & 7), np.int32((share.begin + n) & 3)
-    first_mark = np.int32(PART_MARKS + (MARKS * share.bands + 4) * quarter + 2 * g)
+    first_mark = np.int32(PART_MARKS + (MARKS * share.bands + GAP) * quarter + 2 * g)
     first_sums = np.int32(FETCHED + 4 * share.chunks * quarter)
     sums = np.int32(4 * share.chunks * step)
-    marks = np.int32((MARKS * share.bands + 4) * step)
+    marks = np.int32((MARKS * share.bands + GAP) * step)
     row = np.int32(ROWS * share.row_tile + g)
     base = output_at(lse, share.request, row, 2 * t)
     rows = np.int32(lse.shape[1] - row)
@@ -1461,7 +1477,7 @@ def merge_chunks(memory, number, share, barrier, out, lse):
             there, barrier = np.int32(there + share.piece), np.int32(barrier + 1)
             mbarrier_wait(memory.barriers, barrier, 0)
         chunk = np.int32(share.begin + n)
-        band = np.int32((chunk >> 11) - (share.begin >> 11))
+        band = np.int32((chunk >> BAND_BITS) - (share.begin >> BAND_BITS))
         at, mark = np.int32(first_sums + 4 * n), np.int32(first_mark + MARKS * band)
         s = ZERO, ZERO, ZERO, ZERO
         part = np.int32((quarter if n < share.chunks else parts) + 3 * step)
@@ -1487,7 +1503,7 @@ def merge_chunks(memory, number, share, barrier, out, lse):
             distance = uncounted(2 * distance)
         if quarter == 0 and n < share.chunks:
             mark = np.int32(INVERSES + 16 * band + 2 * g)
-            band = np.int32(chunk >> 11)
+            band = np.int32(chunk >> BAND_BITS)
             place = base + np.int32(16 * D_LATENT * band + 8 * (chunk >> 5 & 63))
             if 16 * band < rows:
                 write_pair(w, x, out, place, floats[np.uint32(mark)])
@@ -1501,7 +1517,8 @@ def merge_chunks(memory, number, share, barrier, out, lse):
 @device
 def merge(memory, number, share, barrier, posted, counters, out, lse):
     """Merge a share of a row tile; barrier : the first of the mbarriers for it."""
-    # A lane a part, in all warps; each part is fetched as soon as it is posted.
+    # A lane a part, evenly over all warps, which are enough for 256; each part is
+    # fetched as soon as it is posted.
     lane, lanes = number & 31, np.int32(share.parts + 7) >> 3
     part = np.int32((number >> 5) * lanes + lane)
     place = place_of(part, share.first)
@@ -1560,7 +1577,7 @@ def write_merges(memory, counters, prefix_lens, room, lse, n_rows, row_tiles, la
                 chunks = np.int32(unit * div_u32(units * (mine + 1), parts) - at)
         if chunks == 0:
             parts, kept = np.int32(0), np.int32(-1)
-        bands = np.int32(((at + chunks - 1) >> 11) - (at >> 11) + 1)
+        bands = np.int32(((at + chunks - 1) >> BAND_BITS) - (at >> BAND_BITS) + 1)
         bits = np.int32(5 if parts < 16 else 3)  # few chunks: see `merge_chunks`
         # What all warps sum at a time, so often that there are four pieces or fewer.
         four = np.int32(4 * (CONSUMERS // WARP) << bits)
@@ -1591,8 +1608,8 @@ def write_merges(memory, counters, prefix_lens, room, lse, n_rows, row_tiles, la
 
 @device
 def merge_parts(memory, number, posted, counters, out, lse):
-    """Bring together the row tiles that `write_merges` found."""
-    number = np.int32(uncounted(number) & (CONSUMERS - 1))
+    """Count that the block has posted; merge the shares that `write_merges` found."""
+    number = np.int32(uncounted(number) & (CONSUMERS - 1))  # as in `post`
     shares = memory.ints[PART_LENGTH] > 0
     if shares:
         mbarrier_wait(memory.barriers, MERGES_KNOWN, 0)
@@ -1905,11 +1922,12 @@ def encode_map(
     return np.array([int(word) for word in encoded.opaque], np.uint64)
 
 
-def zeroed_counters(at: Place, out: Any, blocks: int) -> Any:
+def counters_of(at: Place, out: Any, blocks: int) -> Any:
     """Counters by which the blocks that write `out` wait for one another.
 
-    Every launch adds 1 to each, so on a GPU they are made once for an output: two
-    launches that write the same one cannot run at the same time.
+    They need not be 0, but all the same: every launch adds 1 to each. So on a GPU they
+    are made once for an output: two launches that write the same one cannot run at the
+    same time.
     """
     if at.executor != "gpu":
         return np.zeros(2 * blocks, np.int32)
@@ -1958,7 +1976,7 @@ def run(
     tiles = batch * -(-packed // ROWS)
     blocks = grid_size(tiles, -(-room // KEYS), processors, n_splits)
     posted = at.empty((2 * blocks * POSTED,), np.float32)
-    counters = zeroed_counters(at, out, blocks)
+    counters = counters_of(at, out, blocks)
     maps = tensor_map(at, q), tensor_map(at, kv_cache)
     with hopper_target():
         at.launch(
