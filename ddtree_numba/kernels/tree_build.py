@@ -29,8 +29,9 @@ Levels
 ------
 All ancestors of one of the M best nodes are among them too. So they are found depth by
 depth: a pool takes those children of its nodes of the depth before that score no less
-than a bound. Ranks fall, so the children that pass are a node's first ones: a few lanes
-look at them, more only if all of those pass; a ballot says which do and where they go.
+than a bound. Scores fall with the rank, so those that pass are a node's first children:
+a few lanes look at them, more only if all of those pass; a ballot says which do and
+where they go.
 
 The bound is known before the first level. A path that leaves the most probable one for
 a single token and comes back to it scores what that one does to the same depth, and
@@ -114,7 +115,7 @@ EXACT_DEPTH = LABEL_BITS - 2 * (MAX_DRAFT_NODES.bit_length() - 1)
 DEPTHS = EXACT_DEPTH + 1
 POOL = 8192  # nodes in the workspace
 NEAR = 2048  # the first of them, whose scores lie in shared memory
-MOST_SURPLUS = 3  # times the budget: more in the pool are worth to raise the bound
+MOST_SURPLUS = 3  # times the budget: if more are in the pool, the bound is raised
 TEAM = 4  # lanes that look at a node's first children
 LAST_OF_TEAMS = 0x88888888  # a ballot of their last lanes
 SORTED = 2048  # nodes that are put in order in shared memory
@@ -123,7 +124,7 @@ SPAN = 64.0  # the bins go down to minus this if no bound is known
 NO_BOUND = -np.finfo(np.float64).max  # above -inf, which is never a node
 LEAST_SPAN = 1e-3
 TO_SPARE = 1 + 2.0**-20  # many times what float32 rounds
-COARSE = 8  # if all that count are in this part of the bins, they are spread again
+COARSE = 8  # if all that count are in the first of so many parts, bins spread again
 LARGEST_SCALE = 1e30  # of the bins, so that it stays a float32
 LINK, BEFORE, ROW = range(3)  # what the pool knows of a node
 DEPTH_BITS = 63 << 10  # of a LINK: parent << 16 | depth << 10 | rank
@@ -924,8 +925,9 @@ def start_bins(budget, counting):
 def order_nodes(end, budget, bound, counting, pool, slots):
     """Gather the best nodes of the pool, bin by bin; return their number and the scale.
 
-    It may be more than there is room for. Then ``histogram[i]`` is where bin i ends;
-    within a bin there is no order. For all threads; ends with a block barrier.
+    It may be more than there is room for: then none are gathered. Else ``histogram[i]``
+    is where bin i ends; within a bin there is no order. For all threads; ends with a
+    block barrier.
     """
     histogram = counting[0]
     scores, nodes, labels = pool
@@ -977,7 +979,7 @@ def place_in_order(slot, score, scale, histogram, pool, slots):
 
 @cuda.jit(device=True)
 def write_rows(count, budget, scale, histogram, pool, slots, rows):
-    """Turn the best of the nodes gathered into rows; block barriers between."""
+    """Turn the best of the nodes gathered into rows; a block barrier in between."""
     row_scores, row_parents, row_depths, row_ranks, row_before = rows
     scores, nodes, _ = pool
     if cuda.threadIdx.x == 0:
@@ -1214,7 +1216,7 @@ def tree_build(
 
 
 def _parallel_threads(most: int) -> int:
-    """Threads of a block: a lane a row, and more for paths and parents if they help."""
+    """Threads of a block: with fewer an H200 was slower, for one request."""
     return 288 if most <= 128 else 544 if most <= 256 else PARALLEL_THREADS
 
 
