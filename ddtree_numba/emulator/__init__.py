@@ -33,9 +33,10 @@ What is emulated
   that arrive later (`ddtree_numba.kernels.ptx`). A copy arrives at the wait and not
   before; it counts as one read and as two writes, at the request and at the wait.
 - What works beside the lanes on Hopper (`hopper`): named barriers, mbarriers, copies in
-  bulk by tensor map (TMA; 128-byte swizzle or none), warpgroup products (`wgmma`,
-  bfloat16, 128-byte swizzle). A box arrives when no lane can go on without it, sums
-  when a lane waits for them: as late as is allowed. `hopper.tensor_map` makes the maps.
+  bulk (TMA), of boxes by a tensor map (128-byte swizzle or none) or of neighbouring
+  bytes, warpgroup products (`wgmma`, bfloat16, 128-byte swizzle). A copy arrives when
+  no lane can go on without it, sums when a lane waits for them: as late as is allowed.
+  `hopper.tensor_map` makes the maps.
 - Blocks one after another; but while a block waits for a counter in global memory
   (`hopper.wait_for_at_least`), the others run.
 
@@ -49,9 +50,10 @@ accesses to misaligned addresses; an integer divided by zero (on a GPU silently 
 inf for ``/``), and a literal float by one, as a ``s = 0.0`` that nothing was added to.
 Of what works beside the lanes: a phase of an mbarrier that is never over (with its
 count and missing bytes), a named barrier that warps miss; sums and operands of `wgmma`
-that are touched before the wait; stores that no proxy fence made visible to it, and
-registers that no `wgmma.fence` did; lanes of a warpgroup at different products; a block
-that ends before all this is done. Each names kernel, source line, block and lane.
+that are touched before the wait; stores that no proxy fence made visible to it or, from
+another block, to a copy in bulk; registers that no `wgmma.fence` did; lanes of a
+warpgroup at different products; a block that ends before all this is done. Each names
+kernel, source line, block and lane.
 
 With ``trace=True`` (about 3 times slower), of global and shared memory:
 

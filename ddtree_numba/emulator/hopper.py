@@ -9,7 +9,8 @@ at its instruction (`Executing`) first.
 - ``wgmma`` multiplies for 128 lanes, from shared memory, while they go on
   (`warpgroup.py`). The sums are theirs again when they have waited for them.
 - Both look at shared memory by another way than loads and stores do. What was stored is
-  there for them after ``fence.proxy.async``, and not before.
+  there for them after ``fence.proxy.async``, and not before. So it is with what another
+  block stored in global memory, and copies in bulk: ``fence.proxy.async.global``.
 """
 
 from __future__ import annotations
@@ -261,7 +262,7 @@ def bulk_copy(
     counts = _counting(lane, name, barrier, barrier_index)
     if n_bytes <= 0 or n_bytes % CHUNK:
         raise UnsupportedError(
-            f"{name} of {n_bytes} bytes: expected a multiple of {CHUNK}"
+            f"{name} of {n_bytes} bytes: expected a multiple of {CHUNK} above 0"
         )
     span = Span(to, to_index, n_bytes, name, "shared", CHUNK, across_rows=True)
     origin = Span(source, source_index, n_bytes, name, "global", CHUNK, True)

@@ -854,7 +854,7 @@ def cp_async_bulk(
     source, source_index
         A global array and the element where they come from.
     n_bytes
-        A multiple of 16, as both addresses.
+        A multiple of 16 above 0; so are both addresses.
     barriers, barrier_index
         The mbarrier that counts the bytes when they arrive.
 
@@ -1042,7 +1042,9 @@ def has_reached(typingctx, counters, index, n):
     what it wrote is there, for this thread and for those that it meets at a barrier
     afterwards. Only for blocks that run at the same time: a cooperative launch.
 
-    counters : a global int32 array; they may go round, so `n` is one near them
+    counters : a global int32 array
+    n : less than 2^31 from the counter, which may go round
+
     In the emulator other blocks run meanwhile, and the answer is always 1.
     """
     _check_index(counters, index)
