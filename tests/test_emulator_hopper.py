@@ -1455,7 +1455,7 @@ def test_a_merge_with_an_instruction_left_out(monkeypatch, name, instead, error,
     assert "verify_attn_wgmma.py" in str(caught.value)
 
 
-def test_a_part_that_is_counted_before_it_is_posted_for_others_races(monkeypatch):
+def test_a_part_that_is_counted_before_others_can_see_it_races(monkeypatch):
     monkeypatch.setattr(general, "_multiprocessors", lambda at: 2)
     monkeypatch.setattr(attention, "fence_acq_rel_gpu", nothing)
     with traced() as reports:

@@ -131,6 +131,7 @@ def test_mma_is_a_matrix_product_in_the_layout_of_its_table(kernel_executor):
 
 @cuda.jit
 def quotients_kernel(x, y, out):
+    # x, y, out [n] i32
     i = cuda.threadIdx.x
     out[i] = div_u32(x[i], y[i])
 
@@ -155,6 +156,7 @@ def once_kernel(n, x, out):
 
 @cuda.jit
 def as_it_likes_kernel(n, x, out):
+    # as `once_kernel`, but for what may be known of i
     i = int32(0)
     while i < n:
         cuda.atomic.add(out, i, x[i])

@@ -341,7 +341,7 @@ def test_scores_of_two_pieces(machine):
 def values_kernel(p, v, adds, then_adds, out):
     # p [128, 16] u32: bf16 pairs of [64, 64] as in registers; v [64, 256] bf16
     # adds, then_adds: i32, 0 if what was summed up to there is forgotten
-    # out [128, 128] f32: 3 p · v + 1, as in registers
+    # out [128, 128] f32: 3 p · v + 1 if both add, as in registers
     tiles = cuda.shared.array((5, PIECE), uint16, alignment=1024)
     sums = cuda.local.array(128, float32)
     weights = cuda.local.array(16, uint32)
