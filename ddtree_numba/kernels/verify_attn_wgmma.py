@@ -571,6 +571,56 @@ def load_right(memory, at, arrived, tensor_map, row, request):
     load_piece(memory, at, arrived, 7, tensor_map, row, request)
 
 
+@device
+def load(memory, query_map, cache_map, prefix_lens, room, heads, n_rows, row_tiles):
+    """Ask for all that the block goes through, as the places for it get free."""
+    step = queries_parity = np.int32(0)
+    parity = odd_parity = np.int32(0)  # of the next even tile, and odd tile
+    b, row_tile, tile, left = begin_step(
+        memory.ints, prefix_lens, room, n_rows, row_tiles, step
+    )
+    while left > 0:
+        # What the groups wait for first; then how much more there is.
+        row, key = np.int32(row_tile * ROWS), np.int32(tile * KEYS)
+        mbarrier_wait(memory.barriers, QUERIES_FREE, queries_parity ^ 1)
+        queries_parity = np.int32(queries_parity ^ 1)
+        mbarrier_wait(memory.barriers, EVEN_LEFT_FREE, parity ^ 1)
+        load_first(memory, 0, query_map, cache_map, row, key, b)
+        load_first(memory, 1, query_map, cache_map, row, key, b)
+        load_first(memory, 2, query_map, cache_map, row, key, b)
+        load_first(memory, 3, query_map, cache_map, row, key, b)
+        load_first(memory, 8, query_map, cache_map, row, key, b)
+        mbarrier_wait(memory.barriers, EVEN_RIGHT_FREE, parity ^ 1)
+        load_first(memory, 4, query_map, cache_map, row, key, b)
+        load_first(memory, 5, query_map, cache_map, row, key, b)
+        load_first(memory, 6, query_map, cache_map, row, key, b)
+        load_first(memory, 7, query_map, cache_map, row, key, b)
+        parity = np.int32(parity ^ 1)
+        tiles = key_tiles(prefix_lens, b, room, n_rows)
+        count = np.int32(min(np.int32(tiles - tile), left))
+        prefix_len, _ = extent(prefix_lens, b, room, n_rows)
+        ahead = seen_from(tile, count, prefix_len, room, n_rows, row_tile, heads)
+        while ahead > 1:
+            key = np.int32(key + KEYS)
+            mbarrier_wait(memory.barriers, ODD_RIGHT_FREE, odd_parity ^ 1)
+            load_right(memory, ODD, ODD_ARRIVED, cache_map, key, b)
+            mbarrier_wait(memory.barriers, ODD_LEFT_FREE, odd_parity ^ 1)
+            load_left(memory, ODD, ODD_ARRIVED, cache_map, key, b)
+            odd_parity = np.int32(odd_parity ^ 1)
+            if ahead > 2:
+                key = np.int32(key + KEYS)
+                mbarrier_wait(memory.barriers, EVEN_LEFT_FREE, parity ^ 1)
+                load_left(memory, EVEN, EVEN_ARRIVED, cache_map, key, b)
+                mbarrier_wait(memory.barriers, EVEN_RIGHT_FREE, parity ^ 1)
+                load_right(memory, EVEN, EVEN_ARRIVED, cache_map, key, b)
+                parity = np.int32(parity ^ 1)
+            ahead = uncounted(ahead - 2)
+        b, row_tile, tile, left, step = advance(
+            memory.ints, prefix_lens, room, n_rows, row_tiles, b, row_tile, tile, left,
+            count, step,
+        )  # fmt: skip
+
+
 # -------------------------------------------------------------------------------- q · k
 
 
@@ -1671,10 +1721,6 @@ def wgmma_kernel(
     row_tiles = np.int32((lse.shape[1] + ROWS - 1) // ROWS)
     worker, blocks = np.int32(cuda.blockIdx.x), np.int32(cuda.gridDim.x)
     lane = np.int32(number & 31)
-    step = np.int32(0)
-    queries_parity = np.int32(0)
-    parity = np.int32(0)  # of the next even tile, or odd tile
-
     if group == 2:
         setmaxnreg_dec(LOADER_REGISTERS)
         warp = np.int32((number - CONSUMERS) >> 5)
@@ -1694,52 +1740,10 @@ def wgmma_kernel(
             if lane == 0:
                 mbarrier_arrive(memory.barriers, MERGES_KNOWN)
         if number == CONSUMERS:
-            odd_parity = np.int32(0)
-            b, row_tile, tile, left = begin_step(
-                memory.ints, prefix_lens, room, n_rows, row_tiles, step
-            )
-            while left > 0:
-                # What the groups wait for first; then how much more there is.
-                row, key = np.int32(row_tile * ROWS), np.int32(tile * KEYS)
-                mbarrier_wait(memory.barriers, QUERIES_FREE, queries_parity ^ 1)
-                queries_parity = np.int32(queries_parity ^ 1)
-                mbarrier_wait(memory.barriers, EVEN_LEFT_FREE, parity ^ 1)
-                load_first(memory, 0, query_map, cache_map, row, key, b)
-                load_first(memory, 1, query_map, cache_map, row, key, b)
-                load_first(memory, 2, query_map, cache_map, row, key, b)
-                load_first(memory, 3, query_map, cache_map, row, key, b)
-                load_first(memory, 8, query_map, cache_map, row, key, b)
-                mbarrier_wait(memory.barriers, EVEN_RIGHT_FREE, parity ^ 1)
-                load_first(memory, 4, query_map, cache_map, row, key, b)
-                load_first(memory, 5, query_map, cache_map, row, key, b)
-                load_first(memory, 6, query_map, cache_map, row, key, b)
-                load_first(memory, 7, query_map, cache_map, row, key, b)
-                parity = np.int32(parity ^ 1)
-                tiles = key_tiles(prefix_lens, b, room, n_rows)
-                count = np.int32(min(np.int32(tiles - tile), left))
-                prefix_len, _ = extent(prefix_lens, b, room, n_rows)
-                ahead = seen_from(
-                    tile, count, prefix_len, room, n_rows, row_tile, heads
-                )
-                while ahead > 1:
-                    key = np.int32(key + KEYS)
-                    mbarrier_wait(memory.barriers, ODD_RIGHT_FREE, odd_parity ^ 1)
-                    load_right(memory, ODD, ODD_ARRIVED, cache_map, key, b)
-                    mbarrier_wait(memory.barriers, ODD_LEFT_FREE, odd_parity ^ 1)
-                    load_left(memory, ODD, ODD_ARRIVED, cache_map, key, b)
-                    odd_parity = np.int32(odd_parity ^ 1)
-                    if ahead > 2:
-                        key = np.int32(key + KEYS)
-                        mbarrier_wait(memory.barriers, EVEN_LEFT_FREE, parity ^ 1)
-                        load_left(memory, EVEN, EVEN_ARRIVED, cache_map, key, b)
-                        mbarrier_wait(memory.barriers, EVEN_RIGHT_FREE, parity ^ 1)
-                        load_right(memory, EVEN, EVEN_ARRIVED, cache_map, key, b)
-                        parity = np.int32(parity ^ 1)
-                    ahead = uncounted(ahead - 2)
-                b, row_tile, tile, left, step = advance(
-                    memory.ints, prefix_lens, room, n_rows, row_tiles, b, row_tile,
-                    tile, left, count, step,
-                )  # fmt: skip
+            load(
+                memory, query_map, cache_map, prefix_lens, room, heads, n_rows,
+                row_tiles,
+            )  # fmt: skip
         return
 
     setmaxnreg_inc(CONSUMER_REGISTERS)
@@ -1758,6 +1762,8 @@ def wgmma_kernel(
         scores[n] = ZERO
     thread = thread_of(number & GROUP - 1)
     bar_sync(PLANNED, THREADS)  # the mbarriers are ready, and the plan
+    step = queries_parity = np.int32(0)
+    parity = np.int32(0)  # of the group's next tile
     b, row_tile, tile, left = begin_step(
         memory.ints, prefix_lens, room, n_rows, row_tiles, step
     )
