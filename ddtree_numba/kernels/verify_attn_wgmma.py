@@ -1758,8 +1758,6 @@ def wgmma_kernel(
     top = cuda.local.array(2, np.float32)  # of rows g and g + 8 …
     total = cuda.local.array(2, np.float32)  # … and of the thread's own keys
     fresh = cuda.local.array(2, np.float32)
-    for n in range(32):
-        scores[n] = ZERO
     thread = thread_of(number & GROUP - 1)
     bar_sync(PLANNED, THREADS)  # the mbarriers are ready, and the plan
     step = queries_parity = np.int32(0)
