@@ -172,7 +172,7 @@ MERGES = LAUNCHES + 1  # of two row tiles: a `Share` each
 # When all tiles of keys are done with, in float32 over their place and the queries': a
 # block's share of the parts of a row tile; what sums of rows are multiplied by in the
 # end; *marks* of the parts: references (then factors) and totals.
-MOST_PARTS = 144  # blocks at most: no GH100 has more multiprocessors; see `merge`
+MOST_BLOCKS = 144  # blocks at most: no GH100 has more multiprocessors; see `merge`
 CHUNKS = 8192  # of four sums, in a part …
 UNIT_BITS = 10
 UNIT = 1 << UNIT_BITS  # … of a warp: 16 rows of 256 columns …
@@ -1947,7 +1947,7 @@ def grid_size(tiles: int, key_tiles: int, processors: int, n_splits: int | None)
 
     They wait for one another, so there may be no more than run at the same time.
     """
-    most = min(processors, MOST_PARTS)
+    most = min(processors, MOST_BLOCKS)
     return min(tiles * min(n_splits or key_tiles, key_tiles), most)
 
 
