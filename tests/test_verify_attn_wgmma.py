@@ -173,9 +173,10 @@ def test_bands_without_rows_are_neither_posted_nor_merged(monkeypatch):
     assert written[:, 0].tolist() == [2 * unit, unit, 2 * unit, unit]
 
 
-def test_launches_with_the_same_counters_follow_one_another(monkeypatch):
+@pytest.mark.parametrize("before", [7, 2**31 - 3], ids=["early", "going-round"])
+def test_launches_with_the_same_counters_follow_one_another(monkeypatch, before):
     monkeypatch.setattr(verify_attn_module, "_multiprocessors", lambda at: 5)
-    counters = np.full(2 * 5, 7, np.int32)
+    counters = np.full(2 * 5, before, np.int32)
     monkeypatch.setattr(module, "counters_of", lambda *given: counters)
     q, cache, lens, visibility = bf16_case(2, 2, 33, [300])
     for launches, prefix_len in enumerate([300, 10, 300], 1):
@@ -183,7 +184,7 @@ def test_launches_with_the_same_counters_follow_one_another(monkeypatch):
         lens[0] = prefix_len
         case = q, cache, lens, visibility
         assert_close(attend("emulator", case, n_splits=3), case)
-        assert (counters == 7 + launches).all()
+        assert (counters == np.int32([before]) + np.int32(launches)).all()
 
 
 def test_a_row_tile_ends_with_its_last_nodes_own_key(kernel_executor):

@@ -195,7 +195,9 @@ class Threshold(Until):
         self.array, self.index, self.value = array, index, value
 
     def ready(self) -> bool:
-        return bool(self.array.data[self.index] >= self.value)
+        # Counters of 32 bits go round: what is half of that ahead was there before.
+        ahead = int(self.array.data[self.index]) - int(self.value)
+        return (ahead & 0xFFFFFFFF) < 1 << 31
 
     def __str__(self) -> str:
         found = self.array.data[self.index]
