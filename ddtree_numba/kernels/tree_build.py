@@ -64,6 +64,9 @@ tree_build_kernel           "simple": one block a request: one warp selects the 
 tree_build_small_kernel     "small": as simple, up to 64 nodes: the frontier lies in the
                             registers of the warp, which knows what comes next
 tree_build_parallel_kernel  "parallel": one block a request, L steps by levels
+
+"auto" is small up to 64 nodes, else parallel up to `EXACT_DEPTH` positions (43), and
+simple beyond.
 """
 
 from __future__ import annotations

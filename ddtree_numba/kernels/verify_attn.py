@@ -782,7 +782,8 @@ def verify_attn(
         Whether "wgmma" keeps every row's running maximum as the reference of its
         weights. By default the reference moves only when a score passes it by a factor
         of 2^8, which is faster; weights then round to bfloat16 relative to another
-        power of 2, so results differ in the last bits. Other versions are always exact.
+        power of 2, and the largest errors grow two- to fourfold, within the same
+        bounds. Other versions are always exact.
     executor : {"gpu", "emulator", "numpy"}, optional
         If omitted, what DDTREE_EXECUTOR says, else the GPU for device arrays and NumPy
         for others.

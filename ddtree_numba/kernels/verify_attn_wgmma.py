@@ -29,8 +29,9 @@ so that the tensor cores always have one group's products while the other weighs
 
 Both groups weigh against one reference a row, 2^(score - reference). It starts as the
 first tile's maximum, and moves only when a score passes it by `MARGIN` powers of 2
-(`exact_max`: at once). So group 1 need not wait for P0's maximum: it weighs against the
-old reference, and again in the rare case that group 0 moved it.
+(`exact_max`: at once, with smaller errors, mostly a tenth slower). So group 1 need not
+wait for P0's maximum: it weighs against the old reference, and again in the rare case
+that group 0 moved it.
 
 Shared memory, 231,132 of 232,448 bytes. A *piece* is 64 rows of 64 columns, swizzled by
 TMA (chunk c of row r at place ``c ^ (r & 7)``). As rows of keys it is an operand of
@@ -48,7 +49,8 @@ Sharing out. All tiles of keys, row tile by row tile and request by request, are
 line. Blocks are no more than run at the same time, one a multiprocessor: they wait for
 one another, so the launch is cooperative. Each takes whole row tiles, in rounds of one
 for every block, and in the end an even part of what is left, which may begin and end
-inside a row tile. Row tiles a … e of 30 tiles of keys, 5 a letter, for three blocks::
+inside a row tile. Row tiles a … e of 30 tiles of keys each, a letter for every 5 of
+them, for three blocks::
 
     line       aaaaaabbbbbbccccccddddddeeeeee
     block 0    aaaaaa            dddd           part 0 of d
@@ -57,8 +59,8 @@ inside a row tile. Row tiles a … e of 30 tiles of keys, 5 a letter, for three 
 
 Merging. Whole row tiles are written at once. Of others a block posts its part (sums,
 references, totals) in global memory and counts that; then it merges a share of the row
-tile, a range of its chunks. A lane a part waits for that part to be counted, and asks
-for its share of it by a few copies in bulk: what is posted early is fetched early. When
+tile, a range of its chunks. For each part one lane waits until it is counted, and asks
+for the share of it by a few copies in bulk: what is posted early is fetched early. When
 all references and totals have come the parts are weighed, and then summed piece by
 piece, as they come. Where up to `KEEPERS` blocks share a row tile and all end in it, a
 block keeps its share of its own part in shared memory, and posts only the rest.
@@ -172,7 +174,7 @@ MERGES = LAUNCHES + 1  # of two row tiles: a `Share` each
 # When all tiles of keys are done with, in float32 over their place and the queries': a
 # block's share of the parts of a row tile; what sums of rows are multiplied by in the
 # end; *marks* of the parts: references (then factors) and totals.
-MOST_BLOCKS = 144  # blocks at most: no GH100 has more multiprocessors; see `merge`
+MOST_BLOCKS = 144  # blocks at most: as many as GH100 has multiprocessors
 CHUNKS = 8192  # of four sums, in a part …
 UNIT_BITS = 10
 UNIT = 1 << UNIT_BITS  # … of a warp: 16 rows of 256 columns …

@@ -15,7 +15,7 @@ LOOKS = ((BLUE, "o"), (ORANGE, "s"), (GREEN, "^"))
 
 
 def splits_figure(frame: pd.DataFrame) -> tuple[Figure, str]:
-    """Draw the times of `verify_attn` by the number of splits, a line a shape.
+    """Draw the times of `verify_attn` ("mma") by the number of splits, a line a shape.
 
     Parameters
     ----------
@@ -25,7 +25,7 @@ def splits_figure(frame: pd.DataFrame) -> tuple[Figure, str]:
     Returns
     -------
     figure, alt_text
-        The best number of each shape is ringed.
+        The best of each shape's measured numbers is ringed.
 
     Raises
     ------
@@ -62,7 +62,7 @@ def splits_figure(frame: pd.DataFrame) -> tuple[Figure, str]:
     ax.set_yscale("log")
     ticks = [1, 2, 4, 8, 16, 32, 64, 128]
     ax.set_xticks(ticks, [str(tick) for tick in ticks])
-    ax.set_xlabel("splits (the best ringed)")
+    ax.set_xlabel("splits of the mma version (the best of these ringed)")
     ax.set_ylabel("µs, the merge included")
     ax.grid(color="#E5E5E5")
     ax.spines[["right", "top"]].set_visible(False)
