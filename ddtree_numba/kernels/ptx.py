@@ -1128,6 +1128,11 @@ def _descriptor(name: str, low: str, offset: str) -> str:
     )
 
 
+def _adds(accumulate: str) -> str:
+    """PTX for the predicate `adds`: whether a product is added to what was there."""
+    return f".reg .pred adds;\nsetp.ne.u32 adds, {accumulate}, 0;\n"
+
+
 @intrinsic
 def wgmma_fence(typingctx, acc, count):
     """``wgmma.fence``: what was done to registers and shared memory comes before.
@@ -1206,8 +1211,8 @@ def wgmma_m64n64k16_bf16(typingctx, acc, a, a_offset, b, b_offset, accumulate):
                 "{\n"
                 + _descriptor("a", a, a_offset)
                 + _descriptor("b", b, b_offset)
-                + f".reg .pred adds;\nsetp.ne.u32 adds, {accumulate}, 0;\n"
-                "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+                + _adds(accumulate)
+                + "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
                 f"{d}, a, b, adds, 1, 1, 0, 0;\n}}"
             )
 
@@ -1241,8 +1246,8 @@ def wgmma_m64n256k16_bf16(typingctx, acc, a, a_offset, b, b_offset, accumulate):
                 "{\n"
                 + _descriptor("a", a, a_offset)
                 + _descriptor("b", b, b_offset)
-                + f".reg .pred adds;\nsetp.ne.u32 adds, {accumulate}, 0;\n"
-                "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+                + _adds(accumulate)
+                + "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
                 f"{d}, a, b, adds, 1, 1, 0, 1;\n}}"
             )
 
@@ -1310,7 +1315,9 @@ def wgmma_4_m64n256k16_bf16_from_registers(typingctx, acc, a, b):
         def text(d, given):
             *registers, b = given
             products = [
-                _product_from_registers(d, registers[4 * n : 4 * n + 4], b, 128 * n, 1)
+                _product_from_registers(
+                    d, registers[4 * n : 4 * n + 4], b, 128 * n, "1"
+                )
                 for n in range(4)
             ]
             return "wgmma.fence.sync.aligned;\n" + "\n".join(products)
@@ -1323,14 +1330,14 @@ def wgmma_4_m64n256k16_bf16_from_registers(typingctx, acc, a, b):
 
 
 def _product_from_registers(
-    d: str, a: list[str], b: str, b_offset: Any, accumulate: Any
+    d: str, a: list[str], b: str, b_offset: Any, accumulate: str
 ) -> str:
     """PTX of one `wgmma` with A in registers."""
     return (
         "{\n"
         + _descriptor("b", b, b_offset)
-        + f".reg .pred adds;\nsetp.ne.u32 adds, {accumulate}, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+        + _adds(accumulate)
+        + "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
         f"{d}, {{{', '.join(a)}}}, b, adds, 1, 1, 1;\n}}"
     )
 

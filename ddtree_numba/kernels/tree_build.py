@@ -698,6 +698,24 @@ def score_of(slot, scores):
 
 
 @cuda.jit(device=True)
+def parent_of(link):
+    """The slot of a node's parent; how a LINK is made up stands at `DEPTH_BITS`."""
+    return np.uint32(link >> np.uint32(16))
+
+
+@cuda.jit(device=True)
+def depth_of(link):
+    """A node's depth."""
+    return np.uint32(np.uint32(link >> np.uint32(10)) & np.uint32(63))
+
+
+@cuda.jit(device=True)
+def rank_of(link):
+    """A node's rank among its siblings."""
+    return np.uint32(link & np.uint32(MAX_DRAFT_NODES - 1))
+
+
+@cuda.jit(device=True)
 def put_node(slot, score, link, before, pool):
     """Put a node into the pool, if there is room."""
     (near, far), nodes, _ = pool
@@ -730,8 +748,7 @@ def take_passing(child, bound, end, siblings, counts, pool):
     passing = np.uint32(cuda.ballot_sync(FULL_WARP, passes))
     place = np.int32(0)
     if lane == 0 and passing != 0:
-        depth = np.uint32(np.uint32(link >> np.uint32(10)) & np.uint32(63))
-        place = cuda.atomic.add(counts, depth, cuda.popc(passing))
+        place = cuda.atomic.add(counts, depth_of(link), cuda.popc(passing))
     lanes_before = np.uint32((np.uint32(1) << lane) - np.uint32(1))
     ahead = np.uint32(cuda.popc(np.uint32(passing & lanes_before)))
     slot = np.uint32(end + lane_says(place, 0) + ahead)
@@ -893,8 +910,8 @@ def label_of(slot, nodes):
     label = np.int64(0)
     while slot > 0:
         link = np.uint32(nodes[LINK, slot])
-        label = put_rank_before(np.int64(link & np.uint32(MAX_DRAFT_NODES - 1)), label)
-        slot = np.uint32(link >> np.uint32(16))
+        label = put_rank_before(np.int64(rank_of(link)), label)
+        slot = parent_of(link)
     return label
 
 
@@ -1003,9 +1020,8 @@ def write_rows(count, budget, scale, histogram, pool, slots, rows):
     while row <= min(count, budget):
         slot = np.uint32(row_parents[row])
         link = np.uint32(nodes[LINK, slot])
-        row_parents[row] = nodes[ROW, np.uint32(link >> np.uint32(16))]
-        row_depths[row] = (link & np.uint32(DEPTH_BITS)) >> np.uint32(10)
-        row_ranks[row] = link & np.uint32(MAX_DRAFT_NODES - 1)
+        row_parents[row] = nodes[ROW, parent_of(link)]
+        row_depths[row], row_ranks[row] = depth_of(link), rank_of(link)
         row_before[row] = nodes[ROW, np.uint32(nodes[BEFORE, slot])]
         row = np.uint32(row + np.uint32(cuda.blockDim.x))
 
