@@ -36,7 +36,9 @@ from ddtree_numba.kernels.ptx import (
     cp_async_16_zfill,
     cp_async_commit_group,
     cp_async_wait_group,
+    cvt_f32_f16x2,
     cvt_rn_bf16x2,
+    cvt_rn_f16x2,
     div_u32,
     ex2_approx,
     ldmatrix_x4,
@@ -263,6 +265,39 @@ def test_cvt_rounds_two_floats_to_nearest_even(kernel_executor):
     out = launch(kernel_executor, cvt_kernel, 1, 32, low, low[::-1].copy(), out=out)
     assert [f"{x:04x}" for x in out & 0xFFFF] == [f"{x:04x}" for x in upper]
     assert [f"{x:04x}" for x in out >> 16] == [f"{x:04x}" for x in upper[::-1]]
+
+
+@cuda.jit
+def to_halves_kernel(low, high, out):
+    # low, high [n] f32; out [n] u32
+    i = cuda.grid(1)
+    if i < out.size:
+        out[i] = cvt_rn_f16x2(low[i], high[i])
+
+
+@cuda.jit
+def to_floats_kernel(pairs, out):
+    # pairs [n] u32; out [n, 2] f32
+    i = cuda.grid(1)
+    if i < pairs.size:
+        out[i, 0], out[i, 1] = cvt_f32_f16x2(pairs[i])
+
+
+def test_two_floats_become_halves_and_floats_again(kernel_executor):
+    step = 2.0**-10  # of float16 from 1 to 2
+    values = [1, 1 + step / 2, 1 + 3 * step / 2, 1 + step / 2 + 2.0**-20, -2.5, -0.0]
+    upper = [0x3C00, 0x3C00, 0x3C02, 0x3C01, 0xC100, 0x8000]
+    values += [65519, 65520, -np.inf, 2.0**-24, 2.0**-25, 3 * 2.0**-26, np.nan]
+    upper += [0x7BFF, 0x7C00, 0xFC00, 1, 0, 1, 0x7FFF]
+    low, upper = np.array(values, np.float32), np.array(upper, np.uint16)
+    given, out = (low, low[::-1].copy()), np.zeros(low.size, np.uint32)
+    out = launch(kernel_executor, to_halves_kernel, 1, 32, *given, out=out)
+    assert [f"{x:04x}" for x in out & 0xFFFF] == [f"{x:04x}" for x in upper]
+    assert [f"{x:04x}" for x in out >> 16] == [f"{x:04x}" for x in upper[::-1]]
+    back = np.zeros((low.size, 2), np.float32)
+    back = launch(kernel_executor, to_floats_kernel, 1, 32, out, out=back)
+    floats = upper.view(np.float16).astype(np.float32)
+    np.testing.assert_array_equal(back, np.stack([floats, floats[::-1]], axis=1))
 
 
 @cuda.jit

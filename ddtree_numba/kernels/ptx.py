@@ -13,6 +13,8 @@ Compute capability 8.0 or later
 `ldmatrix_x4`, `…_trans`     load four 8x8 matrices of 16-bit elements, by the warp
 `mma_m16n8k16_bf16`          multiply 16x16 by 16x8 bfloat16 and add, by the warp
 `cvt_rn_bf16x2`              round two float32 to bfloat16, packed in 32 bits
+`cvt_rn_f16x2`               … to float16
+`cvt_f32_f16x2`              two float16 as float32
 `max_bf16x2`, `min_bf16x2`   the larger, the smaller of two bfloat16 each
 `ex2_approx`                 2 to the power of x
 `bar_sync`, `bar_arrive`     come to a named barrier and wait, or only come
@@ -99,7 +101,9 @@ __all__ = [
     "cp_async_bulk_tensor_3d",
     "cp_async_commit_group",
     "cp_async_wait_group",
+    "cvt_f32_f16x2",
     "cvt_rn_bf16x2",
+    "cvt_rn_f16x2",
     "div_u32",
     "ex2_approx",
     "fence_acq_rel_gpu",
@@ -491,13 +495,40 @@ def cvt_rn_bf16x2(typingctx, low, high):
 
     Ties go to even; a NaN becomes 0x7FFF. (PTX names the upper half first.)
     """
+    return _rounded_pair("bf16x2")
+
+
+@intrinsic
+def cvt_rn_f16x2(typingctx, low, high):
+    """``cvt.rn.f16x2.f32``: as `cvt_rn_bf16x2`, to float16; above its numbers inf."""
+    return _rounded_pair("f16x2")
+
+
+def _rounded_pair(kind: str) -> Any:
+    """Two float32 rounded and packed."""
 
     def codegen(context, builder, signature, args):
         low, high = args
-        text = "cvt.rn.bf16x2.f32 $0, $1, $2;"
+        text = f"cvt.rn.{kind}.f32 $0, $1, $2;"
         return _assembly(builder, _I32, text, "=r,f,f", [high, low], memory=False)
 
     return types.uint32(types.float32, types.float32), codegen
+
+
+@intrinsic
+def cvt_f32_f16x2(typingctx, pair):
+    """``cvt.f32.f16``: the two float16 of a uint32 as float32, (lower, upper)."""
+
+    def codegen(context, builder, signature, args):
+        text = (
+            "{ .reg .b16 low, high; mov.b32 {low, high}, $2; "
+            "cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
+        )
+        both = ir.LiteralStructType([_F32] * 2)
+        pair = _assembly(builder, both, text, "=f,=f,r", list(args), memory=False)
+        return cgutils.pack_array(builder, _fields(builder, pair, 2))
+
+    return types.UniTuple(types.float32, 2)(types.uint32), codegen
 
 
 def _of_pairs(name: str) -> Any:
@@ -541,6 +572,20 @@ def _(lane: Executing, low: Any, high: Any) -> int:
     pair = np.array([low, high], np.float32)
     bits = np.where(np.isnan(pair), 0x7FFF, from_float32(pair)).astype(np.uint32)
     return int(bits[0] | bits[1] << 16)
+
+
+@emulation(cvt_rn_f16x2)
+def _(lane: Executing, low: Any, high: Any) -> int:
+    with np.errstate(over="ignore"):
+        pair = np.array([low, high], np.float32).astype(np.float16)
+    bits = np.where(np.isnan(pair), 0x7FFF, pair.view(np.uint16)).astype(np.uint32)
+    return int(bits[0] | bits[1] << 16)
+
+
+@emulation(cvt_f32_f16x2)
+def _(lane: Executing, pair: Any) -> tuple[np.float32, np.float32]:
+    low, high = np.array([pair], np.uint32).view(np.float16).astype(np.float32)
+    return low, high
 
 
 def _half_by_half(function: np.ufunc, x: Any, y: Any) -> int:
