@@ -34,6 +34,8 @@ from ddtree_numba.tree import DraftTree
 
 # A chain of 36 tensor-core sums that cut off, of scores up to 100, times the scale.
 LSE, LSE_OF_LARGE = 3e-5, 4e-6
+# What nobody has written of unsigned integers: as two float16, NaN.
+UNWRITTEN = np.iinfo(np.uint32).max
 # A weight's rounding to bfloat16, and what the score's error adds to it.
 WEIGHT = 2.0**-8 + LSE
 
@@ -45,7 +47,9 @@ def _outputs_start_as_nan(monkeypatch):
 
     def poisoned(at, shape, dtype):
         x = empty(at, shape, dtype)
-        at.write(x, np.full(shape, NAN, dtype))
+        kind = np.dtype(dtype)
+        nothing = NAN if kind.kind == "f" else UNWRITTEN
+        at.write(x, np.full(shape, nothing, kind))
         return x
 
     monkeypatch.setattr(backend.Place, "empty", poisoned)
@@ -123,6 +127,31 @@ def test_splits_do_not_change_the_result(kernel_executor, n_splits):
     assert_close(attend(kernel_executor, case, n_splits=n_splits), case)
 
 
+@pytest.mark.parametrize(
+    "powers", [(-100, -100), (110, 110), (-100, 100), (100, -100)], ids=str
+)
+def test_parts_have_values_of_any_size(kernel_executor, powers):
+    # Scores are of the rope columns alone. The first part has the first 128 keys.
+    q, cache, *tree = bf16_case(2, 2, 2, [140])
+    q[..., :512] = 0
+    values = bf16.to_float32(cache[..., :512])
+    values[:, :128] *= np.float32(2.0 ** powers[0])
+    values[:, 128:] *= np.float32(2.0 ** powers[1])
+    cache[..., :512] = bf16.from_float32(values)
+    case = q, cache, *tree
+    assert_close(attend(kernel_executor, case, n_splits=2), case)
+
+
+def test_parts_have_columns_of_different_sizes(kernel_executor):
+    q, cache, *tree = bf16_case(2, 2, 2, [140])
+    q[..., :512] = 0
+    powers = np.linspace(-12, 12, 512).round()
+    values = bf16.to_float32(cache[..., :512]) * np.float32(2.0**powers)
+    cache[..., :512] = bf16.from_float32(values)
+    case = q, cache, *tree
+    assert_close(attend(kernel_executor, case, n_splits=2), case)
+
+
 def launch_watched(monkeypatch):
     """Have launches run in any order, and watched; returns the list of their races."""
     races = []
@@ -153,6 +182,17 @@ def test_parts_of_row_tiles_are_merged_whoever_has_them(
     assert races == []
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_lanes_may_share_a_chunk(bits, monkeypatch):
+    monkeypatch.setattr(verify_attn_module, "_multiprocessors", lambda at: 9)
+    given = module.device(lambda chunks, parts: np.int32(bits))
+    monkeypatch.setattr(module, "chunks_at_a_time", given)
+    races = launch_watched(monkeypatch)
+    case = bf16_case(1, 1, 20, [520])
+    assert_close(attend("emulator", case, n_splits=9), case)
+    assert races == []
+
+
 def test_bands_without_rows_are_neither_posted_nor_merged(monkeypatch):
     # The second row tile has 2 of 64 rows: a band of 16. Blocks 4 … 7 have its parts.
     monkeypatch.setattr(verify_attn_module, "_multiprocessors", lambda at: 8)
@@ -160,13 +200,13 @@ def test_bands_without_rows_are_neither_posted_nor_merged(monkeypatch):
 
     def launch(at, *given, **options):
         emulate(*given, dynamic_shared=options["dynamic_shared"])
-        posted.extend(given[-2].reshape(2 * 8, module.POSTED)[[9, 10, 12, 14]])
+        posted.extend(given[-3].reshape(2 * 8, module.POSTED)[[9, 10, 12, 14]])
 
     monkeypatch.setattr(backend.Place, "launch", launch)
     case = bf16_case(2, 2, 33, [230])
     assert_close(attend("emulator", case, n_splits=4), case)
-    sums = np.stack(posted)[:, : 4 * module.CHUNKS].reshape(4, 4, -1)
-    written = (~np.isnan(sums)).sum(axis=2)
+    sums = np.stack(posted).reshape(4, 4, -1)
+    written = (sums != UNWRITTEN).sum(axis=2)
     assert (written[:, 1:] == 0).all()
     # One that has a unit to merge keeps it: the second and the fourth.
     unit = 4 * module.UNIT

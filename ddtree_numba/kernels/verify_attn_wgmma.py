@@ -39,7 +39,7 @@ q·k, and as columns of values of P·V, so nothing is transposed or copied::
 
       0 KB  queries, 9 pieces
      72     even tile, 9 pieces    all three later, while parts are merged: a share of
-    144     odd tile, 8 pieces of values   their sums, factors and totals
+    144     odd tile, 8 pieces of values   their sums and marks
     208     its rope columns; once it is scored: P1
     216     P0                     while sums are written: 1 KB a warp
     224     references and totals of rows, who moved them, which are padding;
@@ -58,12 +58,17 @@ them, for three blocks::
     block 2                cccccc        eeee   part 1 of e
 
 Merging. Whole row tiles are written at once. Of others a block posts its part (sums,
-references, totals) in global memory and counts that; then it merges a share of the row
-tile, a range of its chunks. For each part one lane waits until it is counted, and asks
-for the share of it by a few copies in bulk: what is posted early is fetched early. When
-all references and totals have come the parts are weighed, and then summed piece by
-piece, as they come. Where up to `KEEPERS` blocks share a row tile and all end in it, a
-block keeps its share of its own part in shared memory, and posts only the rest.
+references, totals, scales) in global memory and counts that; then it merges a share of
+the row tile, a range of its chunks. For each part one lane waits until it is counted,
+and asks for the share of it by a few copies in bulk: what is posted early is fetched
+early. When all references have come, sums are weighed and added piece by piece, as they
+come. Where up to `KEEPERS` blocks share a row tile and all end in it, a block keeps its
+share of its own part in shared memory, and posts only the rest.
+
+Sums travel in float16, because the exchange takes as long as its bytes. They do so as
+multiples of a power of 2 for each row, so that its largest is between 2^14 and 2^15: a
+part's sum is off by 2^-12 of itself at most (or 2^-39 of the row's largest), an eighth
+of what rounding the weights to bfloat16 may do.
 
 What runs once costs more here than it seems, since its instructions come from memory:
 plan and merge are short loops rather than wide ones.
@@ -88,7 +93,9 @@ from ddtree_numba.kernels.ptx import (
     bar_sync,
     cp_async_bulk,
     cp_async_bulk_tensor_3d,
+    cvt_f32_f16x2,
     cvt_rn_bf16x2,
+    cvt_rn_f16x2,
     div_u32,
     ex2_approx,
     fence_acq_rel_gpu,
@@ -171,27 +178,26 @@ ROUNDS = 2 * BARRIERS_END
 WORKERS, REST_AT, REST, PART_LENGTH, PART_AT = range(ROUNDS + 1, ROUNDS + 6)
 LAUNCHES = PART_AT + 3  # that have posted the block's parts before
 MERGES = LAUNCHES + 1  # of two row tiles: a `Share` each
-# When all tiles of keys are done with, in float32 over their place and the queries': a
-# block's share of the parts of a row tile; what sums of rows are multiplied by in the
-# end; *marks* of the parts: references (then factors) and totals.
+# When all tiles of keys are done with, in 32 bits over their place and the queries': a
+# block's share of the parts of a row tile, and the parts' *marks*.
 MOST_BLOCKS = 144  # blocks at most: as many as GH100 has multiprocessors
-CHUNKS = 8192  # of four sums, in a part …
-UNIT_BITS = 10
-UNIT = 1 << UNIT_BITS  # … of a warp: 16 rows of 256 columns …
-BAND_BITS = UNIT_BITS + 1
-BAND = 1 << BAND_BITS  # … and of two, a *band*: 16 rows
-MARKS = 32  # of a band
+CHUNKS = 4096  # of eight sums, 16 bytes, in a part …
+UNIT_BITS = 9
+UNIT = 1 << UNIT_BITS  # … and in what a warp has of it, a *unit*: 16 rows, 256 columns
+UNITS = CHUNKS // UNIT
+MARKS = 48  # of a unit: its 16 rows' references, g beside g + 8, then in the same order
+TOTAL_MARKS, SCALE_MARKS = 16, 32  # … totals, and what posted sums are multiples of
 # Behind a part's marks, so that the lanes of a row, which read those of several parts,
 # read other banks; four, because copies in bulk need multiples of 16 bytes.
 GAP = 4
 FETCHED = 0
-INVERSES = FETCHED + 4 * 9 * UNIT  # kept shares are whole units: 3 of 3 parts
-PART_MARKS = INVERSES + ROWS
+PART_MARKS = FETCHED + 4 * 9 * UNIT  # kept shares are whole units: 3 of 3 parts
 
 # Named barriers (0 is that of the whole block).
 EVEN_READY, ODD_READY, TURN, BOTH, EVEN_ALONE, ODD_ALONE = 1, 2, 3, 4, 5, 6
 WRITTEN, PLANNED = 7, 8
 
+NOTHING = (ZERO,) * 8  # summed of a chunk
 NO_TOP = np.float32(-1e30)  # finite, so that -inf - NO_TOP is no NaN
 ALL_SEEN = np.uint32(0xFFFFFFFF)
 MARGIN = np.float32(8.0)  # in powers of 2; see `raise_top`
@@ -206,10 +212,12 @@ SPLIT_COST = np.float32(8.0)  # what it costs to split and merge, in tiles of ke
 LEAST = 4  # tiles of keys that are worth a block of their own
 PAYS = 64  # tiles of rows and keys; see `pays`
 KEEPERS = 4  # blocks that may share a row tile and keep what each merges of its part
-# A part is posted in chunks: band by band, in a band group by group, there as registers
-# are. Behind them are the marks of the bands: 16 references, 16 totals, those of rows g
-# and g + 8 beside each other.
-POSTED = 4 * CHUNKS + 4 * MARKS
+# What a part takes where it is posted: its sums, in words of two float16, and marks. A
+# chunk is four words: columns 2t and 2t + 1 of row g and of row g + 8, then the same 8
+# columns further. Chunks lie unit by unit, there as registers are.
+POSTED, POSTED_MARKS = 4 * CHUNKS, UNITS * MARKS
+# Exponents of a row's largest posted sum; and of scales: those of all float32 sums.
+LARGEST, LOWEST_SCALE, HIGHEST_SCALE = np.float32(14), np.float32(-126), np.float32(113)
 
 
 class Memory(NamedTuple):
@@ -252,7 +260,7 @@ class Share(NamedTuple):
     begin: Any  # first chunk …
     chunks: Any  # … and how many
     kept: Any  # the part whose chunks are there already; -1 if none is
-    bands: Any  # how many bands the chunks are of
+    units: Any  # how many units the chunks are of
     bits: Any  # a warp sums 2^bits of them at a time
     piece: Any  # how many arrive at a time
 
@@ -1292,19 +1300,46 @@ def warp_output(lse, b, row, number):
 
 
 @device
-def post_quarter(sums, first, to, at):
-    """Write the sums of 64 columns, four at a time: chunks 32 apart."""
-    for j in range(8):
-        n = first + 4 * j
-        x, y, z, w = sums[n], sums[n + 1], sums[n + 2], sums[n + 3]
-        store4(to, at + WARP * n, x, y, z, w)
+def highest_quarter(sums, first, highest0, highest1):
+    """The largest absolute sums of 64 columns in the thread's two rows, so far."""
+    fmax, fabs = cuda.libdevice.fmaxf, cuda.libdevice.fabsf
+    for n in range(first, first + 32, 4):
+        highest0 = fmax(highest0, fmax(fabs(sums[n]), fabs(sums[n + 1])))
+        highest1 = fmax(highest1, fmax(fabs(sums[n + 2]), fabs(sums[n + 3])))
+    return highest0, highest1
 
 
 @device
-def post(memory, sums, top, total, posted, place, number, rows, keeps):
+def scale_of(highest):
+    """The exponent of the power of 2 that a row's sums are posted in multiples of.
+
+    highest : the largest of the thread's sums of the row, but for NaN
+    """
+    for distance in (1, 2):  # the 4 lanes of a row
+        other = cuda.shfl_xor_sync(FULL_WARP, highest, distance)
+        highest = cuda.libdevice.fmaxf(highest, other)
+    power = cuda.libdevice.floorf(cuda.libdevice.fast_log2f(highest))
+    exponent = cuda.libdevice.fmaxf(power - LARGEST, LOWEST_SCALE)
+    return cuda.libdevice.fminf(exponent, HIGHEST_SCALE)
+
+
+@device
+def post_quarter(sums, first, factor0, factor1, to, at):
+    """Write the sums of 64 columns, times their rows' factors: chunks 32 apart."""
+    for n in range(first, first + 32, 8):
+        w = cvt_rn_f16x2(sums[n] * factor0, sums[n + 1] * factor0)
+        x = cvt_rn_f16x2(sums[n + 2] * factor1, sums[n + 3] * factor1)
+        y = cvt_rn_f16x2(sums[n + 4] * factor0, sums[n + 5] * factor0)
+        z = cvt_rn_f16x2(sums[n + 6] * factor1, sums[n + 7] * factor1)
+        store4(to, at + WARP // 2 * n, w, x, y, z)
+
+
+@device
+def post(memory, sums, top, total, posted, marks, place, number, rows, keeps):
     """Write a part of a row tile for the others.
 
-    posted : [2·blocks · POSTED] f32; place : which `POSTED` of them; see `place_of`
+    posted, marks : [2·blocks · POSTED] u32, [2·blocks · POSTED_MARKS] f32
+    place : which of them; see `place_of`
     rows : how many the row tile has, from its first on
     keeps : whether the block leaves out what it will merge itself: that goes to where
     the other parts of it will be, over tiles that are done with
@@ -1312,29 +1347,32 @@ def post(memory, sums, top, total, posted, place, number, rows, keeps):
     # So that nothing of it takes registers all the time.
     number = np.int32(uncounted(number) & (CONSUMERS - 1))
     lane, band = number & 31, number >> 5 & 3
+    unit = np.int32(2 * band + (number >> 7))
+    high0, high1 = highest_quarter(sums, 0, ZERO, ZERO)
+    high0, high1 = highest_quarter(sums, 32, high0, high1)
+    high0, high1 = highest_quarter(sums, 64, high0, high1)
+    high0, high1 = highest_quarter(sums, 96, high0, high1)
+    exponent0, exponent1 = scale_of(high0), scale_of(high1)
     if 16 * band >= rows:
         return
-    chunk = np.int32(BAND * band + UNIT * (number >> 7) + lane)
-    at, chunks, kept = np.int32(-1), np.int32(0), np.int32(0)
+    factor0, factor1 = ex2_approx(-exponent0), ex2_approx(-exponent1)
+    to, at = posted, np.int32(place * POSTED + 4 * (UNIT * unit + lane))
     if keeps:
         share = read_share(memory.ints, MERGES)
-        at, chunks, kept = np.int32(chunk - share.begin), share.chunks, share.kept
-    if 0 <= at and at < chunks:
-        at = np.int32(FETCHED + 4 * (kept * chunks + at))
-        post_quarter(sums, 0, memory.floats, at)
-        post_quarter(sums, 32, memory.floats, at)
-        post_quarter(sums, 64, memory.floats, at)
-        post_quarter(sums, 96, memory.floats, at)
-    else:
-        at = np.int32(place * POSTED + 4 * chunk)
-        post_quarter(sums, 0, posted, at)
-        post_quarter(sums, 32, posted, at)
-        post_quarter(sums, 64, posted, at)
-        post_quarter(sums, 96, posted, at)
-    if number < GROUP and lane & 3 == 0:
-        at = np.int32(place * POSTED + 4 * CHUNKS + MARKS * band + (lane >> 1))
-        st_global_v2_f32(posted, at, top[0], top[1])
-        st_global_v2_f32(posted, at + MARKS // 2, total[0], total[1])
+        here = np.int32(UNIT * unit - share.begin)
+        if 0 <= here and here < share.chunks:
+            to = memory.words
+            at = np.int32(FETCHED + 4 * (share.kept * share.chunks + here + lane))
+    post_quarter(sums, 0, factor0, factor1, to, at)
+    post_quarter(sums, 32, factor0, factor1, to, at)
+    post_quarter(sums, 64, factor0, factor1, to, at)
+    post_quarter(sums, 96, factor0, factor1, to, at)
+    if lane & 3 == 0:
+        at = np.int32(place * POSTED_MARKS + MARKS * unit + (lane >> 1))
+        st_global_v2_f32(marks, at, top[0], top[1])
+        st_global_v2_f32(marks, at + TOTAL_MARKS, total[0], total[1])
+        scale0, scale1 = ex2_approx(exponent0), ex2_approx(exponent1)
+        st_global_v2_f32(marks, at + SCALE_MARKS, scale0, scale1)
 
 
 # ------------------------------------------------------------------------------- merge
@@ -1372,24 +1410,23 @@ def place_of(part, first):
 
 
 @device
-def fetch_part(memory, share, part, place, barrier, posted):
+def fetch_part(memory, share, part, place, barrier, posted, marks):
     """Ask for a part's marks, and its chunks of the share."""
-    source = np.int32(place * POSTED)
     fence_proxy_async()  # what was read and written where they go …
     fence_proxy_async_global()  # … and posted
     cp_async_bulk(
-        memory.floats, PART_MARKS + (MARKS * share.bands + GAP) * part, posted,
-        source + 4 * CHUNKS + MARKS * (share.begin >> BAND_BITS),
-        4 * MARKS * share.bands, memory.barriers, barrier,
+        memory.floats, PART_MARKS + (MARKS * share.units + GAP) * part, marks,
+        place * POSTED_MARKS + MARKS * (share.begin >> UNIT_BITS),
+        4 * MARKS * share.units, memory.barriers, barrier,
     )  # fmt: skip
-    source = np.int32(source + 4 * share.begin)
+    source = np.int32(place * POSTED + 4 * share.begin)
     to = np.int32(part * share.chunks)
     end = np.int32(to if part == share.kept else to + share.chunks)
     while to < end:
         barrier = np.int32(barrier + 1)
         count = np.int32(min(share.piece, np.int32(end - to)))
         cp_async_bulk(
-            memory.floats, FETCHED + 4 * to, posted, source, 16 * count,
+            memory.words, FETCHED + 4 * to, posted, source, 16 * count,
             memory.barriers, barrier,
         )  # fmt: skip
         source = np.int32(source + 4 * share.piece)
@@ -1397,177 +1434,234 @@ def fetch_part(memory, share, part, place, barrier, posted):
 
 
 @device
-def weigh_parts(floats, number, share, lse):
-    """Write every part's factor in the bands' rows over its reference, for all to read.
+def load_pair(memory, at):
+    """Two neighbouring float32 by one load; at : of the first, an even number."""
+    both = memory.barriers[np.uint32(at >> 1)]
+    first = cuda.libdevice.int_as_float(np.int32(both))
+    return first, cuda.libdevice.int_as_float(np.int32(both >> np.uint64(32)))
 
-    16, 8 or 4 lanes share a row, as there are rows. They write what its sums are
-    multiplied by in the end, and its lse where its first chunk is in the share.
+
+@device
+def raise_tops(memory, mark, top0, top1):
+    """The references of two rows, at least as large as a part's."""
+    fmax = cuda.libdevice.fmaxf
+    new0, new1 = load_pair(memory, mark)
+    return fmax(top0, new0), fmax(top1, new1)
+
+
+@device
+def weigh_part(memory, mark, tops, totals):
+    """What a part's sums in two rows are multiplied by, and the totals with it."""
+    own0, own1 = load_pair(memory, mark)
+    total0, total1 = load_pair(memory, mark + TOTAL_MARKS)
+    scale0, scale1 = load_pair(memory, mark + SCALE_MARKS)
+    factor0, factor1 = ex2_approx(own0 - tops[0]), ex2_approx(own1 - tops[1])
+    totals = totals[0] + factor0 * total0, totals[1] + factor1 * total1
+    return factor0 * scale0, factor1 * scale1, totals
+
+
+@device
+def add_chunk(words, at, factor0, factor1, sums):
+    """Add a part's chunk times its factors in the two rows to eight sums."""
+    w, x, y, z = load4(words, np.uint32(at))
+    w, x, y, z = cvt_f32_f16x2(w), cvt_f32_f16x2(x), cvt_f32_f16x2(y), cvt_f32_f16x2(z)
+    return (
+        sums[0] + factor0 * w[0],
+        sums[1] + factor0 * w[1],
+        sums[2] + factor1 * x[0],
+        sums[3] + factor1 * x[1],
+        sums[4] + factor0 * y[0],
+        sums[5] + factor0 * y[1],
+        sums[6] + factor1 * z[0],
+        sums[7] + factor1 * z[1],
+    )
+
+
+@device
+def add_part(memory, at, mark, tops, totals, sums):
+    """Add a part's chunk, weighed, and its totals."""
+    factor0, factor1, totals = weigh_part(memory, mark, tops, totals)
+    return totals, add_chunk(memory.words, at, factor0, factor1, sums)
+
+
+@device
+def write_chunk(out, lse, request, row, column, sums, tops, totals):
+    """Write a chunk: the average of two rows' eight values; lse with the first column.
+
+    row : of the request, its upper one; column : its first one
     """
-    step = np.int32(MARKS * share.bands + GAP)
-    shift = np.int32(max(np.int32(5 - share.bands), np.int32(2)))
-    lanes, n = np.int32(1 << shift), np.int32(number >> shift)
-    lane = np.int32(number & (lanes - 1))
-    if n < 16 * share.bands:
-        first = np.int32(PART_MARKS + MARKS * (n >> 4) + (n & 15) + step * lane)
-        step = np.int32(step << shift)
-        top, part, at = NO_TOP, lane, first
-        while part < share.parts:
-            top = cuda.libdevice.fmaxf(top, floats[np.uint32(at)])
-            part, at = uncounted(part + lanes), np.int32(at + step)
-        distance = np.int32(lanes >> 1)
-        while distance > 0:
-            other = cuda.shfl_xor_sync(FULL_WARP, top, distance)
-            top = cuda.libdevice.fmaxf(top, other)
-            distance = uncounted(distance >> 1)
-        total, part, at = ZERO, lane, first
-        while part < share.parts:
-            factor = ex2_approx(floats[np.uint32(at)] - top)
-            total += factor * floats[np.uint32(at + MARKS // 2)]
-            floats[np.uint32(at)] = factor
-            part, at = uncounted(part + lanes), np.int32(at + step)
-        distance = np.int32(lanes >> 1)
-        while distance > 0:
-            total += cuda.shfl_xor_sync(FULL_WARP, total, distance)
-            distance = uncounted(distance >> 1)
-        if lane == 0:
-            floats[np.uint32(INVERSES + n)] = inverse(total)
-            g = np.int32(n >> 1 & 7)
-            band = np.int32((n >> 4) + (share.begin >> BAND_BITS))
-            row = np.int32(ROWS * share.row_tile + 16 * band + g + 8 * (n & 1))
-            chunk = np.int32(BAND * band + 4 * g - share.begin)
-            if 0 <= chunk and chunk < share.chunks and row < lse.shape[1]:
-                lse[np.uint32(share.request), np.uint32(row)] = log_sum(top, total)
-
-
-@device
-def add_chunk(floats, at, factor0, factor1, w, x, y, z):
-    """Add a part's chunk times its factors in the two rows."""
-    s0, s1, s2, s3 = load4(floats, np.uint32(at))
-    return w + factor0 * s0, x + factor0 * s1, y + factor1 * s2, z + factor1 * s3
-
-
-@device
-def add_part(floats, at, mark, *sums):
-    """Add a part's chunk, as `add_chunk`; mark : where its factors are."""
-    factor0, factor1 = floats[np.uint32(mark)], floats[np.uint32(mark + 1)]
-    return add_chunk(floats, at, factor0, factor1, *sums)
+    at = output_at(lse, request, row, column)
+    if row < lse.shape[1]:
+        factor = inverse(totals[0])
+        write_pair(sums[0], sums[1], out, at, factor)
+        write_pair(sums[4], sums[5], out, at + 8, factor)
+    if row + 8 < lse.shape[1]:
+        factor = inverse(totals[1])
+        at += 8 * D_LATENT
+        write_pair(sums[2], sums[3], out, at, factor)
+        write_pair(sums[6], sums[7], out, at + 8, factor)
+    if column == 0:
+        write_lse(lse, request, row, tops[0], tops[1], totals[0], totals[1])
 
 
 @device
 def merge_units(memory, number, share, barrier, out, lse):
     """Sum a kept share and write it, unit by unit.
 
-    A lane has four chunks of a unit, 64 columns apart in the same two rows, so it loads
-    a part's factors once.
+    A lane has two chunks of a unit, 128 columns apart in the same two rows, so it
+    weighs a part once.
     """
-    floats = memory.floats
-    g, here = np.int32(number >> 2 & 7), np.int32(FETCHED + 4 * number)
+    here = np.int32(FETCHED + 4 * number)
     unit = np.int32(share.begin >> UNIT_BITS)
     end = np.int32((share.begin + share.chunks) >> UNIT_BITS)
+    first_mark = np.int32(PART_MARKS + 2 * (number >> 2 & 7))
+    step = np.int32(MARKS * share.units + GAP)
     while unit < end:
         barrier = np.int32(barrier + 1)
         mbarrier_wait(memory.barriers, barrier, 0)
-        band = np.int32((unit >> 1) - (share.begin >> BAND_BITS))
-        mark = np.int32(PART_MARKS + MARKS * band + 2 * g)
-        a, b = (ZERO, ZERO, ZERO, ZERO), (ZERO, ZERO, ZERO, ZERO)
-        c, d = (ZERO, ZERO, ZERO, ZERO), (ZERO, ZERO, ZERO, ZERO)
-        part, source = np.int32(0), here
+        tops, totals = (NO_TOP, NO_TOP), (ZERO, ZERO)
+        part, mark = np.int32(0), first_mark
         # A loop that nobody can count is written once.
         while cuda.any_sync(FULL_WARP, part < share.parts):
-            factor0, factor1 = floats[np.uint32(mark)], floats[np.uint32(mark + 1)]
-            a = add_chunk(floats, source, factor0, factor1, *a)
-            b = add_chunk(floats, source + UNIT, factor0, factor1, *b)
-            c = add_chunk(floats, source + 2 * UNIT, factor0, factor1, *c)
-            d = add_chunk(floats, source + 3 * UNIT, factor0, factor1, *d)
+            tops = raise_tops(memory, mark, *tops)
+            part, mark = np.int32(part + 1), np.int32(mark + step)
+        a, b = NOTHING, NOTHING
+        part, source, mark = np.int32(0), here, first_mark
+        while cuda.any_sync(FULL_WARP, part < share.parts):
+            factor0, factor1, totals = weigh_part(memory, mark, tops, totals)
+            a = add_chunk(memory.words, source, factor0, factor1, a)
+            b = add_chunk(memory.words, source + 2 * UNIT, factor0, factor1, b)
             source = np.int32(source + 4 * share.chunks)
-            mark = np.int32(mark + MARKS * share.bands + GAP)
-            part = np.int32(part + 1)
-        mark = np.int32(INVERSES + 16 * band + 2 * g)
-        row = np.int32(ROWS * share.row_tile + 16 * (unit >> 1) + g)
-        column = 256 * (unit & 1) + 8 * (number >> 5) + 2 * (number & 3)
-        at = output_at(lse, share.request, row, column)
-        if row < lse.shape[1]:
-            factor = floats[np.uint32(mark)]
-            write_pair(a[0], a[1], out, at, factor)
-            write_pair(b[0], b[1], out, at + 64, factor)
-            write_pair(c[0], c[1], out, at + 128, factor)
-            write_pair(d[0], d[1], out, at + 192, factor)
-        if row + 8 < lse.shape[1]:
-            at += 8 * D_LATENT
-            factor = floats[np.uint32(mark + 1)]
-            write_pair(a[2], a[3], out, at, factor)
-            write_pair(b[2], b[3], out, at + 64, factor)
-            write_pair(c[2], c[3], out, at + 128, factor)
-            write_pair(d[2], d[3], out, at + 192, factor)
+            part, mark = np.int32(part + 1), np.int32(mark + step)
+        row = np.int32(ROWS * share.row_tile + 16 * (unit >> 1) + (number >> 2 & 7))
+        column = np.int32(256 * (unit & 1) + 16 * (number >> 5) + 2 * (number & 3))
+        request = share.request
+        write_chunk(out, lse, request, row, column, a, tops, totals)
+        write_chunk(out, lse, request, row, column + 128, b, tops, totals)
+        first_mark = np.int32(first_mark + MARKS)
         here = np.int32(here + 4 * UNIT)
         unit = uncounted(unit + 1)
+
+
+@device
+def highest_of_lanes(tops, distance):
+    """The larger of the references here and in the lane so far away."""
+    other0 = cuda.shfl_xor_sync(FULL_WARP, tops[0], distance)
+    other1 = cuda.shfl_xor_sync(FULL_WARP, tops[1], distance)
+    fmax = cuda.libdevice.fmaxf
+    return fmax(tops[0], other0), fmax(tops[1], other1)
+
+
+@device
+def find_tops(memory, share, mark, part):
+    """The largest references of any part in a chunk's rows.
+
+    mark : of part 0 in these rows; part : the lane's first one, of every 32 / 2^bits
+    """
+    parts, step = share.parts, np.int32(WARP >> share.bits)
+    one = np.int32(MARKS * share.units + GAP)
+    last, ahead = np.int32(mark + one * (parts - 1)), np.int32(one * step)
+    tops, mark = (NO_TOP, NO_TOP), np.int32(mark + one * part)
+    while part < parts:  # four at once; the last one may be looked at again
+        tops = raise_tops(memory, mark, *tops)
+        tops = raise_tops(memory, min(mark + ahead, last), *tops)
+        tops = raise_tops(memory, min(mark + 2 * ahead, last), *tops)
+        tops = raise_tops(memory, min(mark + 3 * ahead, last), *tops)
+        mark, part = np.int32(mark + 4 * ahead), uncounted(part + 4 * step)
+    distance = np.int32(1 << share.bits)
+    while distance < WARP:
+        tops = highest_of_lanes(tops, distance)
+        distance = uncounted(2 * distance)
+    return tops
+
+
+@device
+def add_lanes(totals, sums, distance):
+    """Add the totals and sums of the lane so far away."""
+    x, y = totals
+    a, b, c, d, e, f, g, h = sums
+    x += cuda.shfl_xor_sync(FULL_WARP, x, distance)
+    y += cuda.shfl_xor_sync(FULL_WARP, y, distance)
+    return (x, y), (
+        a + cuda.shfl_xor_sync(FULL_WARP, a, distance),
+        b + cuda.shfl_xor_sync(FULL_WARP, b, distance),
+        c + cuda.shfl_xor_sync(FULL_WARP, c, distance),
+        d + cuda.shfl_xor_sync(FULL_WARP, d, distance),
+        e + cuda.shfl_xor_sync(FULL_WARP, e, distance),
+        f + cuda.shfl_xor_sync(FULL_WARP, f, distance),
+        g + cuda.shfl_xor_sync(FULL_WARP, g, distance),
+        h + cuda.shfl_xor_sync(FULL_WARP, h, distance),
+    )
+
+
+@device
+def sum_parts(memory, share, at, mark, part, tops):
+    """Totals and sums of all parts of a chunk, in its rows.
+
+    at, mark, part : the chunk in the lane's first part, its mark, its number
+    """
+    parts, step = share.parts, np.int32(WARP >> share.bits)
+    far = np.int32(4 * share.chunks * step)
+    ahead = np.int32((MARKS * share.units + GAP) * step)
+    totals, s = (ZERO, ZERO), NOTHING
+    part = np.int32(part + 3 * step)
+    while part < parts:  # four at once
+        totals, s = add_part(memory, at, mark, tops, totals, s)
+        totals, s = add_part(memory, at + far, mark + ahead, tops, totals, s)
+        totals, s = add_part(memory, at + 2 * far, mark + 2 * ahead, tops, totals, s)
+        totals, s = add_part(memory, at + 3 * far, mark + 3 * ahead, tops, totals, s)
+        at, mark = np.int32(at + 4 * far), np.int32(mark + 4 * ahead)
+        part = uncounted(part + 4 * step)
+    part = np.int32(part - 2 * step)
+    if part < parts:  # two more
+        totals, s = add_part(memory, at, mark, tops, totals, s)
+        totals, s = add_part(memory, at + far, mark + ahead, tops, totals, s)
+        at, mark = np.int32(at + 2 * far), np.int32(mark + 2 * ahead)
+        part = np.int32(part + 2 * step)
+    if part - step < parts:  # the last one
+        totals, s = add_part(memory, at, mark, tops, totals, s)
+    distance = np.int32(1 << share.bits)
+    while distance < WARP:
+        totals, s = add_lanes(totals, s, distance)
+        distance = uncounted(2 * distance)
+    return totals, s
 
 
 @device
 def merge_chunks(memory, number, share, barrier, out, lse):
     """Sum any share and write it, piece by piece.
 
-    A lane has a chunk; where there are few, as of many parts, four lanes share it, each
-    with every fourth part.
+    A lane has a chunk; where there are few, as of many parts, two to eight lanes share
+    it, each with every second to eighth part.
     """
-    floats, parts = memory.floats, share.parts
     lane = np.int32(number & 31)
-    quarter, step = np.int32(lane >> share.bits), np.int32(WARP >> share.bits)
     n = np.int32((number >> 5 << share.bits) + (lane & ((1 << share.bits) - 1)))
-    # Of a lane's chunks, g and t are the same.
+    # Of a lane's chunks, rows g, g + 8 and columns 2t … of 16 are the same.
     g, t = np.int32((share.begin + n) >> 2 & 7), np.int32((share.begin + n) & 3)
-    first_mark = np.int32(PART_MARKS + (MARKS * share.bands + GAP) * quarter + 2 * g)
-    first_sums = np.int32(FETCHED + 4 * share.chunks * quarter)
-    sums = np.int32(4 * share.chunks * step)
-    marks = np.int32((MARKS * share.bands + GAP) * step)
-    row = np.int32(ROWS * share.row_tile + g)
-    base = output_at(lse, share.request, row, 2 * t)
-    rows = np.int32(lse.shape[1] - row)
     first, there = np.int32(number >> 5 << share.bits), np.int32(0)  # of the warp
     while first < share.chunks:
         if first >= there:
             there, barrier = np.int32(there + share.piece), np.int32(barrier + 1)
             mbarrier_wait(memory.barriers, barrier, 0)
         chunk = np.int32(share.begin + n)
-        band = np.int32((chunk >> BAND_BITS) - (share.begin >> BAND_BITS))
-        at, mark = np.int32(first_sums + 4 * n), np.int32(first_mark + MARKS * band)
-        s = ZERO, ZERO, ZERO, ZERO
-        part = np.int32((quarter if n < share.chunks else parts) + 3 * step)
-        while part < parts:  # four at once
-            s = add_part(floats, at, mark, *s)
-            s = add_part(floats, at + sums, mark + marks, *s)
-            s = add_part(floats, at + 2 * sums, mark + 2 * marks, *s)
-            s = add_part(floats, at + 3 * sums, mark + 3 * marks, *s)
-            at, mark = np.int32(at + 4 * sums), np.int32(mark + 4 * marks)
-            part = uncounted(part + 4 * step)
-        part = np.int32(part - 3 * step)
-        while part < parts:
-            s = add_part(floats, at, mark, *s)
-            at, mark = np.int32(at + sums), np.int32(mark + marks)
-            part = uncounted(part + step)
-        w, x, y, z = s
-        distance = np.int32(1 << share.bits)
-        while distance < WARP:
-            w += cuda.shfl_xor_sync(FULL_WARP, w, distance)
-            x += cuda.shfl_xor_sync(FULL_WARP, x, distance)
-            y += cuda.shfl_xor_sync(FULL_WARP, y, distance)
-            z += cuda.shfl_xor_sync(FULL_WARP, z, distance)
-            distance = uncounted(2 * distance)
-        if quarter == 0 and n < share.chunks:
-            mark = np.int32(INVERSES + 16 * band + 2 * g)
-            band = np.int32(chunk >> BAND_BITS)
-            place = base + np.int32(16 * D_LATENT * band + 8 * (chunk >> 5 & 63))
-            if 16 * band < rows:
-                write_pair(w, x, out, place, floats[np.uint32(mark)])
-            if 16 * band + 8 < rows:
-                place += 8 * D_LATENT
-                write_pair(y, z, out, place, floats[np.uint32(mark + 1)])
+        unit = np.int32((chunk >> UNIT_BITS) - (share.begin >> UNIT_BITS))
+        part = np.int32(lane >> share.bits if n < share.chunks else share.parts)
+        mark = np.int32(PART_MARKS + MARKS * unit + 2 * g)
+        tops = find_tops(memory, share, mark, part)
+        at = np.int32(FETCHED + 4 * (share.chunks * part + n))
+        mark = np.int32(mark + (MARKS * share.units + GAP) * part)
+        totals, sums = sum_parts(memory, share, at, mark, part, tops)
+        if part == 0:
+            unit = np.int32(chunk >> UNIT_BITS)
+            row = np.int32(ROWS * share.row_tile + 16 * (unit >> 1) + g)
+            column = np.int32(256 * (unit & 1) + 16 * (chunk >> 5 & 15) + 2 * t)
+            write_chunk(out, lse, share.request, row, column, sums, tops, totals)
         n = np.int32(n + (CONSUMERS // WARP << share.bits))
         first = uncounted(first + (CONSUMERS // WARP << share.bits))
 
 
 @device
-def merge(memory, number, share, barrier, posted, counters, out, lse):
+def merge(memory, number, share, barrier, posted, marks, counters, out, lse):
     """Merge a share of a row tile; barrier : the first of the mbarriers for it."""
     # A lane a part, evenly over all warps, which are enough for 256; each part is
     # fetched as soon as it is posted.
@@ -1578,16 +1672,31 @@ def merge(memory, number, share, barrier, posted, counters, out, lse):
     waits = lane < lanes and part < share.parts
     while cuda.any_sync(FULL_WARP, waits):
         if waits and has_reached(counters, place, count) != 0:
-            fetch_part(memory, share, part, place, barrier, posted)
+            fetch_part(memory, share, part, place, barrier, posted, marks)
             waits = False
     mbarrier_wait(memory.barriers, barrier, 0)
-    weigh_parts(memory.floats, number, share, lse)
-    bar_sync(BOTH, CONSUMERS)  # factors are there
     if share.kept >= 0:
         merge_units(memory, number, share, barrier, out, lse)
     else:
         merge_chunks(memory, number, share, barrier, out, lse)
     bar_sync(BOTH, CONSUMERS)  # what was fetched has been read
+
+
+@device
+def chunks_at_a_time(chunks, parts):
+    """How many chunks a warp had best sum at a time, as a power of 2.
+
+    That which takes the fewest steps: each of four parts, or of adding lanes up.
+    """
+    best, fewest, bits = np.int32(5), np.int32(1 << 30), np.int32(5)
+    while bits >= 2:
+        rounds = np.int32(chunks + (8 << bits) - 1) >> (bits + 3)
+        steps = np.int32(parts + (128 >> bits) - 1) >> (7 - bits)
+        steps = np.int32(rounds * (steps + 5 - bits))
+        if steps < fewest:
+            best, fewest = bits, steps
+        bits = uncounted(bits - 1)
+    return best
 
 
 @device
@@ -1618,19 +1727,19 @@ def write_merges(memory, counters, prefix_lens, room, lse, n_rows, row_tiles, la
                 parts = np.int32(owner(rest, workers, place + tiles - 1) - first + 1)
                 mine = np.int32(np.int32(cuda.blockIdx.x) - first)
                 end = cut(rest, workers, np.int32(first + parts))
-                unit = np.int32(1)  # of shares, in chunks
+                grain = np.int32(1)  # of shares, in chunks
                 if n == 0 and parts <= KEEPERS and end == place + tiles:
-                    kept, unit = mine, np.int32(UNIT)
+                    kept, grain = mine, np.int32(UNIT)
                 # Bands without rows are nobody's.
                 rows = np.int32(lse.shape[1] - ROWS * row_tile)
                 all_bands = min(np.int32(np.int32(rows + 15) >> 4), np.int32(4))
-                units = div_u32(BAND * all_bands, unit)
-                at = np.int32(unit * div_u32(units * mine, parts))
-                chunks = np.int32(unit * div_u32(units * (mine + 1), parts) - at)
+                grains = div_u32(2 * UNIT * all_bands, grain)
+                at = np.int32(grain * div_u32(grains * mine, parts))
+                chunks = np.int32(grain * div_u32(grains * (mine + 1), parts) - at)
         if chunks == 0:
             parts, kept = np.int32(0), np.int32(-1)
-        bands = np.int32(((at + chunks - 1) >> BAND_BITS) - (at >> BAND_BITS) + 1)
-        bits = np.int32(5 if parts < 16 else 3)  # few chunks: see `merge_chunks`
+        units = np.int32(((at + chunks - 1) >> UNIT_BITS) - (at >> UNIT_BITS) + 1)
+        bits = chunks_at_a_time(chunks, parts)
         # What all warps sum at a time, so often that there are four pieces or fewer.
         four = np.int32(4 * (CONSUMERS // WARP) << bits)
         piece = np.int32(np.int32(chunks + four - 1) >> (bits + 5) << (bits + 3))
@@ -1640,14 +1749,14 @@ def write_merges(memory, counters, prefix_lens, room, lse, n_rows, row_tiles, la
             to = np.int32(MERGES + MERGE * n)
             ints[to], ints[to + 1], ints[to + 2] = parts, first, b
             ints[to + 3], ints[to + 4], ints[to + 5] = row_tile, at, chunks
-            ints[to + 6], ints[to + 7], ints[to + 8] = kept, bands, bits
+            ints[to + 6], ints[to + 7], ints[to + 8] = kept, units, bits
             ints[to + 9] = piece
         if lane < ARRIVALS and parts > 0:
             # How much each of the mbarriers has to wait for.
             count = np.int32(min(piece, np.int32(chunks - piece * (lane - 1))))
             n_bytes = np.int32(16 * count * (parts - 1 if kept >= 0 else parts))
             if lane == 0:
-                n_bytes = np.int32(4 * MARKS * bands * parts)
+                n_bytes = np.int32(4 * MARKS * units * parts)
             if n_bytes > 0:
                 barrier = MERGING + ARRIVALS * n + lane
                 mbarrier_arrive_expect_tx(memory.barriers, barrier, n_bytes)
@@ -1659,7 +1768,7 @@ def write_merges(memory, counters, prefix_lens, room, lse, n_rows, row_tiles, la
 
 
 @device
-def merge_parts(memory, number, posted, counters, out, lse):
+def merge_parts(memory, number, posted, marks, counters, out, lse):
     """Count that the block has posted; merge the shares that `write_merges` found."""
     number = np.int32(uncounted(number) & (CONSUMERS - 1))  # as in `post`
     shares = memory.ints[PART_LENGTH] > 0
@@ -1673,7 +1782,7 @@ def merge_parts(memory, number, posted, counters, out, lse):
     while shares and at < MERGES + 2 * MERGE:
         share = read_share(memory.ints, at)
         if share.parts > 0:
-            merge(memory, number, share, barrier, posted, counters, out, lse)
+            merge(memory, number, share, barrier, posted, marks, counters, out, lse)
         at, barrier = uncounted(at + MERGE), np.int32(barrier + ARRIVALS)
 
 
@@ -1707,7 +1816,8 @@ def wgmma_kernel(
     margin,  # f32: by how much a score may pass a row's reference
     out,  # out [B · R · 512] f32
     lse,  # out [B, R] f32
-    posted,  # out [2·blocks · POSTED] f32: parts of row tiles that were cut
+    posted,  # out [2·blocks · POSTED] u32: parts of row tiles that were cut …
+    marks,  # out [2·blocks · POSTED_MARKS] f32: … their references and totals
     counters,  # [2·blocks] i32: all equal; one more each afterwards
 ):
     memory = Memory(
@@ -1810,8 +1920,8 @@ def wgmma_kernel(
                 keeps = memory.ints[KEPT] >= 0
             place = np.int32(2 * worker + (1 if begins else 0))
             rows = np.int32(lse.shape[1] - row + thread.row)
-            post(memory, sums, top, total, posted, place, number, rows, keeps)
-    merge_parts(memory, number, posted, counters, out, lse)
+            post(memory, sums, top, total, posted, marks, place, number, rows, keeps)
+    merge_parts(memory, number, posted, marks, counters, out, lse)
 
 
 # --------------------------------------------------------------------------------- host
@@ -1981,7 +2091,8 @@ def run(
     out, lse = out.reshape(batch * packed * D_LATENT), lse.reshape(batch, packed)
     tiles = batch * -(-packed // ROWS)
     blocks = grid_size(tiles, -(-room // KEYS), processors, n_splits)
-    posted = at.empty((2 * blocks * POSTED,), np.float32)
+    posted = at.empty((2 * blocks * POSTED,), np.uint32)
+    marks = at.empty((2 * blocks * POSTED_MARKS,), np.float32)
     counters = counters_of(at, out, blocks)
     maps = tensor_map(at, q), tensor_map(at, kv_cache)
     with hopper_target():
@@ -2000,6 +2111,7 @@ def run(
             out,
             lse,
             posted,
+            marks,
             counters,
             dynamic_shared=DYNAMIC_SHARED,
             cooperative=True,
