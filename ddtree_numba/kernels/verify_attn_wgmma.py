@@ -208,9 +208,9 @@ LARGEST_PAIR, LOWEST_PAIR = np.uint32(0x7F7F7F7F), np.uint32(0xFF7FFF7F)  # bflo
 MAX_STEP = 1 << 40  # of a tensor map, in bytes
 MAX_UNITS = (1 << 31) - 1
 ALIKE = np.float32(0.875)  # rounds pay if the mean length is this much of the longest
-SPLIT_COST = np.float32(8.0)  # what it costs to split and merge, in tiles of keys
+SPLIT_COST = np.float32(5.0)  # what it costs to split and merge, in tiles of keys
 LEAST = 4  # tiles of keys that are worth a block of their own
-PAYS = 64  # tiles of rows and keys; see `pays`
+PAYS = 16  # tiles of rows and keys; see `pays`
 KEEPERS = 4  # blocks that may share a row tile and keep what each merges of its part
 # What a part takes where it is posted: its sums, in words of two float16, and marks. A
 # chunk is four words: columns 2t and 2t + 1 of row g and of row g + 8, then the same 8
@@ -1984,8 +1984,8 @@ def problem(
 def pays(q: Any, kv_cache: Any) -> bool:
     """Whether this version is the fastest for queries that it can take.
 
-    Little work is mostly bringing parts together here: on an H200 (1,1,64,2048) takes
-    22 µs, and 18 µs in the `mma` version.
+    Little work is mostly beginning and bringing parts together here: on an H200
+    (1,1,64,256) takes 16 µs, and 14 in the `mma` version; (1,1,64,1024) 15 and 17.
     """
     batch, n, heads, _ = q.shape
     return batch * -(-n * heads // ROWS) * -(-kv_cache.shape[1] // KEYS) >= PAYS
