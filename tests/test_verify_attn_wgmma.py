@@ -216,7 +216,7 @@ def test_bands_without_rows_are_neither_posted_nor_merged(monkeypatch):
 @pytest.mark.parametrize("before", [7, 2**31 - 3], ids=["early", "going-round"])
 def test_launches_with_the_same_counters_follow_one_another(monkeypatch, before):
     monkeypatch.setattr(verify_attn_module, "_multiprocessors", lambda at: 5)
-    counters = np.full(2 * 5, before, np.int32)
+    counters = np.full(5, before, np.int32)
     monkeypatch.setattr(module, "counters_of", lambda *given: counters)
     q, cache, lens, visibility = bf16_case(2, 2, 33, [300])
     for launches, prefix_len in enumerate([300, 10, 300], 1):

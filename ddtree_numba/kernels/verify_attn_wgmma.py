@@ -1410,8 +1410,9 @@ def place_of(part, first):
 
 
 @device
-def fetch_part(memory, share, part, place, barrier, posted, marks):
+def fetch_part(memory, share, part, barrier, posted, marks):
     """Ask for a part's marks, and its chunks of the share."""
+    place = place_of(part, share.first)
     fence_proxy_async()  # what was read and written where they go …
     fence_proxy_async_global()  # … and posted
     cp_async_bulk(
@@ -1667,12 +1668,12 @@ def merge(memory, number, share, barrier, posted, marks, counters, out, lse):
     # fetched as soon as it is posted.
     lane, lanes = number & 31, np.int32(share.parts + 7) >> 3
     part = np.int32((number >> 5) * lanes + lane)
-    place = place_of(part, share.first)
+    block = np.int32(share.first + part)
     count = np.int32(memory.ints[LAUNCHES] + 1)
     waits = lane < lanes and part < share.parts
     while cuda.any_sync(FULL_WARP, waits):
-        if waits and has_reached(counters, place, count) != 0:
-            fetch_part(memory, share, part, place, barrier, posted, marks)
+        if waits and has_reached(counters, block, count) != 0:
+            fetch_part(memory, share, part, barrier, posted, marks)
             waits = False
     mbarrier_wait(memory.barriers, barrier, 0)
     if share.kept >= 0:
@@ -1763,7 +1764,7 @@ def write_merges(memory, counters, prefix_lens, room, lse, n_rows, row_tiles, la
         n = uncounted(n + 1)
     if lane == 0:
         # Atomic, because others look at it at the same time.
-        ints[LAUNCHES] = cuda.atomic.add(counters, 2 * np.int32(cuda.blockIdx.x), 0)
+        ints[LAUNCHES] = cuda.atomic.add(counters, np.int32(cuda.blockIdx.x), 0)
     cuda.syncwarp()  # all of it is written down
 
 
@@ -1775,9 +1776,9 @@ def merge_parts(memory, number, posted, marks, counters, out, lse):
     if shares:
         mbarrier_wait(memory.barriers, MERGES_KNOWN, 0)
     bar_sync(BOTH, CONSUMERS)  # all threads have posted
-    if number < 2:
-        fence_acq_rel_gpu()  # what the block posted comes before its counts
-        cuda.atomic.add(counters, 2 * np.int32(cuda.blockIdx.x) + number, 1)
+    if number == 0:
+        fence_acq_rel_gpu()  # what the block posted comes before its count
+        cuda.atomic.add(counters, np.int32(cuda.blockIdx.x), 1)
     at, barrier = np.int32(MERGES), np.int32(MERGING)
     while shares and at < MERGES + 2 * MERGE:
         share = read_share(memory.ints, at)
@@ -1818,7 +1819,7 @@ def wgmma_kernel(
     lse,  # out [B, R] f32
     posted,  # out [2·blocks · POSTED] u32: parts of row tiles that were cut …
     marks,  # out [2·blocks · POSTED_MARKS] f32: … their references and totals
-    counters,  # [2·blocks] i32: all equal; one more each afterwards
+    counters,  # [blocks] i32: all equal; one more each afterwards
 ):
     memory = Memory(
         cuda.shared.array(0, np.uint16, alignment=1024),
@@ -2046,11 +2047,11 @@ def counters_of(at: Place, out: Any, blocks: int) -> Any:
     same time.
     """
     if at.executor != "gpu":
-        return np.zeros(2 * blocks, np.int32)
+        return np.zeros(blocks, np.int32)
     address = out.__cuda_array_interface__["data"][0]
     key = cuda.get_current_device().id, address, blocks
     if key not in _COUNTERS:
-        _COUNTERS[key] = cuda.to_device(np.zeros(2 * blocks, np.int32))
+        _COUNTERS[key] = cuda.to_device(np.zeros(blocks, np.int32))
     return _COUNTERS[key]
 
 
