@@ -416,13 +416,13 @@ def test_auto_takes_it_where_it_can_run_and_pays():
 @pytest.mark.parametrize(
     ("batch", "n", "heads", "room", "expected"),
     [
-        (1, 1, 64, 64 * 63, False),  # a row tile of 63 tiles of keys
-        (1, 1, 64, 64 * 63 + 1, True),
-        (1, 33, 64, 64, False),  # 33 row tiles
-        (2, 33, 64, 64, True),
+        (1, 1, 64, 64 * 15, False),  # a row tile of 15 tiles of keys
+        (1, 1, 64, 64 * 15 + 1, True),
+        (1, 15, 64, 64, False),  # 15 row tiles
+        (2, 15, 64, 64, True),
     ],
 )
-def test_it_pays_for_64_tiles_of_rows_and_keys(batch, n, heads, room, expected):
+def test_it_pays_for_16_tiles_of_rows_and_keys(batch, n, heads, room, expected):
     q = np.empty((batch, n, heads, 576), np.uint16)
     assert module.pays(q, np.empty((batch, room, 576), np.uint16)) == expected
 
@@ -440,7 +440,7 @@ def plans_kernel(prefix_lens, room, n_rows, row_tiles, n_splits, ints):
 def plan_of_one(tiles, row_tiles, blocks):
     """Parts that the blocks get of one request: (row tile, first tile, how many)."""
     rest = tiles * row_tiles
-    if (tiles - 8) * blocks <= rest:  # nothing is cut
+    if (tiles - 5) * blocks <= rest:  # nothing is cut
         return [(0, 0, 0)] * blocks
     parts = max(tiles // module.LEAST, 1)
     whole = row_tiles * (blocks // row_tiles)

@@ -771,7 +771,7 @@ def verify_attn(
         as of `ddtree_numba.bf16.from_float32`) with D = 576 and Dc = 512, "wgmma" with
         `sm_scale` above 0, and of GPUs only compute capability 9.0; its first call for
         an array may not be captured in a graph. In the emulator "auto" is "split". On a
-        GPU it is "wgmma" where that can run and the work is at least 64 tiles of 64
+        GPU it is "wgmma" where that can run and the work is at least 16 tiles of 64
         packed rows (of N · H, request by request) by 64 keys (of S_max), else "mma"
         where it can run, and "split" for all the rest.
     n_splits : int, optional
