@@ -37,9 +37,9 @@ Shared memory, 231,132 of 232,448 bytes. A *piece* is 64 rows of 64 columns, swi
 TMA (chunk c of row r at place ``c ^ (r & 7)``). As rows of keys it is an operand of
 q·k, and as columns of values of P·V, so nothing is transposed or copied::
 
-      0 KB  queries, 9 pieces
-     72     even tile, 9 pieces    all three later, while parts are merged: a share of
-    144     odd tile, 8 pieces of values   their sums and marks
+      0 KB  queries, 9 pieces      while parts are merged: a share of their sums
+     72     even tile, 9 pieces    … and their marks
+    144     odd tile, 8 pieces of values
     208     its rope columns; once it is scored: P1
     216     P0                     while sums are written: 1 KB a warp
     224     references and totals of rows, who moved them, which are padding;
@@ -66,9 +66,9 @@ come. Where up to `KEEPERS` blocks share a row tile and all end in it, a block k
 share of its own part in shared memory, and posts only the rest.
 
 Sums travel in float16, because the exchange takes as long as its bytes. They do so as
-multiples of a power of 2 for each row, so that its largest is between 2^14 and 2^15: a
-part's sum is off by 2^-12 of itself at most (or 2^-39 of the row's largest), an eighth
-of what rounding the weights to bfloat16 may do.
+multiples of a power of 2, the *scale* of a row's 256 columns, so that the largest of
+them is between 2^14 and 2^15: a part's sum is off by 2^-11 of itself at most (or 2^-39
+of the largest), an eighth of what rounding the weights to bfloat16 may do.
 
 What runs once costs more here than it seems, since its instructions come from memory:
 plan and merge are short loops rather than wide ones.
@@ -178,15 +178,15 @@ ROUNDS = 2 * BARRIERS_END
 WORKERS, REST_AT, REST, PART_LENGTH, PART_AT = range(ROUNDS + 1, ROUNDS + 6)
 LAUNCHES = PART_AT + 3  # that have posted the block's parts before
 MERGES = LAUNCHES + 1  # of two row tiles: a `Share` each
-# When all tiles of keys are done with, in 32 bits over their place and the queries': a
+# When all tiles of keys are done with, in 32 bits over the queries and the even tile: a
 # block's share of the parts of a row tile, and the parts' *marks*.
 MOST_BLOCKS = 144  # blocks at most: as many as GH100 has multiprocessors
 CHUNKS = 4096  # of eight sums, 16 bytes, in a part …
 UNIT_BITS = 9
 UNIT = 1 << UNIT_BITS  # … and in what a warp has of it, a *unit*: 16 rows, 256 columns
-UNITS = CHUNKS // UNIT
+UNITS = CHUNKS // UNIT  # two of them beside each other are a *band*
 MARKS = 48  # of a unit: its 16 rows' references, g beside g + 8, then in the same order
-TOTAL_MARKS, SCALE_MARKS = 16, 32  # … totals, and what posted sums are multiples of
+TOTAL_MARKS, SCALE_MARKS = 16, 32  # … totals, and scales of posted sums
 # Behind a part's marks, so that the lanes of a row, which read those of several parts,
 # read other banks; four, because copies in bulk need multiples of 16 bytes.
 GAP = 4
@@ -197,7 +197,7 @@ PART_MARKS = FETCHED + 4 * 9 * UNIT  # kept shares are whole units: 3 of 3 parts
 EVEN_READY, ODD_READY, TURN, BOTH, EVEN_ALONE, ODD_ALONE = 1, 2, 3, 4, 5, 6
 WRITTEN, PLANNED = 7, 8
 
-NOTHING = (ZERO,) * 8  # summed of a chunk
+NOTHING = (ZERO,) * 8  # the sums of a chunk, before any part of it
 NO_TOP = np.float32(-1e30)  # finite, so that -inf - NO_TOP is no NaN
 ALL_SEEN = np.uint32(0xFFFFFFFF)
 MARGIN = np.float32(8.0)  # in powers of 2; see `raise_top`
@@ -216,8 +216,10 @@ KEEPERS = 4  # blocks that may share a row tile and keep what each merges of its
 # chunk is four words: columns 2t and 2t + 1 of row g and of row g + 8, then the same 8
 # columns further. Chunks lie unit by unit, there as registers are.
 POSTED, POSTED_MARKS = 4 * CHUNKS, UNITS * MARKS
-# Exponents of a row's largest posted sum; and of scales: those of all float32 sums.
-LARGEST, LOWEST_SCALE, HIGHEST_SCALE = np.float32(14), np.float32(-126), np.float32(113)
+# Exponents: of a row's largest sum as it is posted; and of scales, which bring the
+# largest float32 there, and are no subnormal ones, nor are their inverses.
+POSTED_EXPONENT = np.float32(14)
+LOWEST_EXPONENT, HIGHEST_EXPONENT = np.float32(-126), np.float32(113)
 
 
 class Memory(NamedTuple):
@@ -1301,7 +1303,7 @@ def warp_output(lse, b, row, number):
 
 @device
 def highest_quarter(sums, first, highest0, highest1):
-    """The largest absolute sums of 64 columns in the thread's two rows, so far."""
+    """The largest absolute sums in the thread's two rows, with those of 64 columns."""
     fmax, fabs = cuda.libdevice.fmaxf, cuda.libdevice.fabsf
     for n in range(first, first + 32, 4):
         highest0 = fmax(highest0, fmax(fabs(sums[n]), fabs(sums[n + 1])))
@@ -1310,8 +1312,8 @@ def highest_quarter(sums, first, highest0, highest1):
 
 
 @device
-def scale_of(highest):
-    """The exponent of the power of 2 that a row's sums are posted in multiples of.
+def scale_exponent(highest):
+    """The exponent of the scale that a row's sums are posted in multiples of.
 
     highest : the largest of the thread's sums of the row, but for NaN
     """
@@ -1319,13 +1321,16 @@ def scale_of(highest):
         other = cuda.shfl_xor_sync(FULL_WARP, highest, distance)
         highest = cuda.libdevice.fmaxf(highest, other)
     power = cuda.libdevice.floorf(cuda.libdevice.fast_log2f(highest))
-    exponent = cuda.libdevice.fmaxf(power - LARGEST, LOWEST_SCALE)
-    return cuda.libdevice.fminf(exponent, HIGHEST_SCALE)
+    exponent = cuda.libdevice.fmaxf(power - POSTED_EXPONENT, LOWEST_EXPONENT)
+    return cuda.libdevice.fminf(exponent, HIGHEST_EXPONENT)
 
 
 @device
 def post_quarter(sums, first, factor0, factor1, to, at):
-    """Write the sums of 64 columns, times their rows' factors: chunks 32 apart."""
+    """Write the sums of 64 columns, times their rows' factors: four chunks, 32 apart.
+
+    to : u32, shared or global memory; at : of the first chunk
+    """
     for n in range(first, first + 32, 8):
         w = cvt_rn_f16x2(sums[n] * factor0, sums[n + 1] * factor0)
         x = cvt_rn_f16x2(sums[n + 2] * factor1, sums[n + 3] * factor1)
@@ -1339,10 +1344,10 @@ def post(memory, sums, top, total, posted, marks, place, number, rows, keeps):
     """Write a part of a row tile for the others.
 
     posted, marks : [2·blocks · POSTED] u32, [2·blocks · POSTED_MARKS] f32
-    place : which of them; see `place_of`
+    place : which of the 2·blocks; see `place_of`
     rows : how many the row tile has, from its first on
-    keeps : whether the block leaves out what it will merge itself: that goes to where
-    the other parts of it will be, over tiles that are done with
+    keeps : whether the block leaves out the sums that it will merge itself: they go to
+    where the others' will be, over the queries, which are done with
     """
     # So that nothing of it takes registers all the time.
     number = np.int32(uncounted(number) & (CONSUMERS - 1))
@@ -1352,7 +1357,7 @@ def post(memory, sums, top, total, posted, marks, place, number, rows, keeps):
     high0, high1 = highest_quarter(sums, 32, high0, high1)
     high0, high1 = highest_quarter(sums, 64, high0, high1)
     high0, high1 = highest_quarter(sums, 96, high0, high1)
-    exponent0, exponent1 = scale_of(high0), scale_of(high1)
+    exponent0, exponent1 = scale_exponent(high0), scale_exponent(high1)
     if 16 * band >= rows:
         return
     factor0, factor1 = ex2_approx(-exponent0), ex2_approx(-exponent1)
@@ -1436,7 +1441,7 @@ def fetch_part(memory, share, part, barrier, posted, marks):
 
 @device
 def load_pair(memory, at):
-    """Two neighbouring float32 by one load; at : of the first, an even number."""
+    """Two neighbouring float32 by one load, as 64 bits; at : of the first, even."""
     both = memory.barriers[np.uint32(at >> 1)]
     first = cuda.libdevice.int_as_float(np.int32(both))
     return first, cuda.libdevice.int_as_float(np.int32(both >> np.uint64(32)))
@@ -1452,7 +1457,7 @@ def raise_tops(memory, mark, top0, top1):
 
 @device
 def weigh_part(memory, mark, tops, totals):
-    """What a part's sums in two rows are multiplied by, and the totals with it."""
+    """What a part's posted sums in two rows are multiplied by; the totals with its."""
     own0, own1 = load_pair(memory, mark)
     total0, total1 = load_pair(memory, mark + TOTAL_MARKS)
     scale0, scale1 = load_pair(memory, mark + SCALE_MARKS)
@@ -1463,7 +1468,7 @@ def weigh_part(memory, mark, tops, totals):
 
 @device
 def add_chunk(words, at, factor0, factor1, sums):
-    """Add a part's chunk times its factors in the two rows to eight sums."""
+    """Eight sums, with a part's chunk times its factors in the two rows."""
     w, x, y, z = load4(words, np.uint32(at))
     w, x, y, z = cvt_f32_f16x2(w), cvt_f32_f16x2(x), cvt_f32_f16x2(y), cvt_f32_f16x2(z)
     return (
@@ -1480,16 +1485,19 @@ def add_chunk(words, at, factor0, factor1, sums):
 
 @device
 def add_part(memory, at, mark, tops, totals, sums):
-    """Add a part's chunk, weighed, and its totals."""
+    """Totals and eight sums, with those of a part's chunk, weighed.
+
+    at, mark : of the chunk and its rows' references, in shared memory
+    """
     factor0, factor1, totals = weigh_part(memory, mark, tops, totals)
     return totals, add_chunk(memory.words, at, factor0, factor1, sums)
 
 
 @device
 def write_chunk(out, lse, request, row, column, sums, tops, totals):
-    """Write a chunk: the average of two rows' eight values; lse with the first column.
+    """Write a chunk of the output, and lse beside the first column.
 
-    row : of the request, its upper one; column : its first one
+    row : the upper of its two; column : the first of its four, two and two 8 apart
     """
     at = output_at(lse, request, row, column)
     if row < lse.shape[1]:
@@ -1578,7 +1586,7 @@ def find_tops(memory, share, mark, part):
 
 @device
 def add_lanes(totals, sums, distance):
-    """Add the totals and sums of the lane so far away."""
+    """Totals and sums, with those of the lane so far away."""
     x, y = totals
     a, b, c, d, e, f, g, h = sums
     x += cuda.shfl_xor_sync(FULL_WARP, x, distance)
@@ -1606,7 +1614,7 @@ def sum_parts(memory, share, at, mark, part, tops):
     ahead = np.int32((MARKS * share.units + GAP) * step)
     totals, s = (ZERO, ZERO), NOTHING
     part = np.int32(part + 3 * step)
-    while part < parts:  # four at once
+    while part < parts:  # four at once, of which this is the last
         totals, s = add_part(memory, at, mark, tops, totals, s)
         totals, s = add_part(memory, at + far, mark + ahead, tops, totals, s)
         totals, s = add_part(memory, at + 2 * far, mark + 2 * ahead, tops, totals, s)
@@ -1639,10 +1647,11 @@ def merge_chunks(memory, number, share, barrier, out, lse):
     n = np.int32((number >> 5 << share.bits) + (lane & ((1 << share.bits) - 1)))
     # Of a lane's chunks, rows g, g + 8 and columns 2t … of 16 are the same.
     g, t = np.int32((share.begin + n) >> 2 & 7), np.int32((share.begin + n) & 3)
-    first, there = np.int32(number >> 5 << share.bits), np.int32(0)  # of the warp
-    while first < share.chunks:
-        if first >= there:
-            there, barrier = np.int32(there + share.piece), np.int32(barrier + 1)
+    # The warp's first chunk, and how many chunks of the share have come.
+    warp_n, arrived = np.int32(number >> 5 << share.bits), np.int32(0)
+    while warp_n < share.chunks:
+        if warp_n >= arrived:
+            arrived, barrier = np.int32(arrived + share.piece), np.int32(barrier + 1)
             mbarrier_wait(memory.barriers, barrier, 0)
         chunk = np.int32(share.begin + n)
         unit = np.int32((chunk >> UNIT_BITS) - (share.begin >> UNIT_BITS))
@@ -1658,7 +1667,7 @@ def merge_chunks(memory, number, share, barrier, out, lse):
             column = np.int32(256 * (unit & 1) + 16 * (chunk >> 5 & 15) + 2 * t)
             write_chunk(out, lse, share.request, row, column, sums, tops, totals)
         n = np.int32(n + (CONSUMERS // WARP << share.bits))
-        first = uncounted(first + (CONSUMERS // WARP << share.bits))
+        warp_n = uncounted(warp_n + (CONSUMERS // WARP << share.bits))
 
 
 @device
@@ -1685,15 +1694,15 @@ def merge(memory, number, share, barrier, posted, marks, counters, out, lse):
 
 @device
 def chunks_at_a_time(chunks, parts):
-    """How many chunks a warp had best sum at a time, as a power of 2.
+    """The `Share.bits` that take the fewest steps.
 
-    That which takes the fewest steps: each of four parts, or of adding lanes up.
+    A lane's steps are each of four parts, or of adding another lane's sums.
     """
     best, fewest, bits = np.int32(5), np.int32(1 << 30), np.int32(5)
     while bits >= 2:
         rounds = np.int32(chunks + (8 << bits) - 1) >> (bits + 3)
-        steps = np.int32(parts + (128 >> bits) - 1) >> (7 - bits)
-        steps = np.int32(rounds * (steps + 5 - bits))
+        fours = np.int32(parts + (128 >> bits) - 1) >> (7 - bits)
+        steps = np.int32(rounds * (fours + 5 - bits))
         if steps < fewest:
             best, fewest = bits, steps
         bits = uncounted(bits - 1)
@@ -1818,7 +1827,7 @@ def wgmma_kernel(
     out,  # out [B · R · 512] f32
     lse,  # out [B, R] f32
     posted,  # out [2·blocks · POSTED] u32: parts of row tiles that were cut …
-    marks,  # out [2·blocks · POSTED_MARKS] f32: … their references and totals
+    marks,  # out [2·blocks · POSTED_MARKS] f32: … their references, totals, scales
     counters,  # [blocks] i32: all equal; one more each afterwards
 ):
     memory = Memory(
