@@ -206,7 +206,7 @@ ONE = np.float32(1.0)
 LARGEST_PAIR, LOWEST_PAIR = np.uint32(0x7F7F7F7F), np.uint32(0xFF7FFF7F)  # bfloat16
 
 MAX_STEP = 1 << 40  # of a tensor map, in bytes
-MAX_UNITS = (1 << 31) - 1
+MAX_TILES = (1 << 31) - 1  # of rows and keys
 ALIKE = np.float32(0.875)  # rounds pay if the mean length is this much of the longest
 SPLIT_COST = np.float32(5.0)  # what it costs to split and merge, in tiles of keys
 LEAST = 4  # tiles of keys that are worth a block of their own
@@ -413,13 +413,13 @@ def owner(length, workers, place):
 
 
 @device
-def locate(unit, prefix_lens, room, n_rows, row_tiles, lane):
+def locate(place, prefix_lens, room, n_rows, row_tiles, lane):
     """Request, row tile and tile of keys of a place in the line; by a warp."""
     batch = np.int32(prefix_lens.size)
     if batch == 1:
         tiles = key_tiles(prefix_lens, np.int32(0), room, n_rows)
-        row_tile = div_u32(unit, tiles)
-        return np.int32(0), row_tile, np.int32(unit - row_tile * tiles)
+        row_tile = div_u32(place, tiles)
+        return np.int32(0), row_tile, np.int32(place - row_tile * tiles)
     for first in range(0, batch, WARP):
         b = np.int32(first + lane)
         own = tiles_of_lane(prefix_lens, b, batch, room, n_rows)
@@ -428,15 +428,15 @@ def locate(unit, prefix_lens, room, n_rows, row_tiles, lane):
             before = cuda.shfl_up_sync(FULL_WARP, until, distance)
             if lane >= distance:
                 until = np.int32(until + before)
-        behind = cuda.ballot_sync(FULL_WARP, until > unit)
+        behind = cuda.ballot_sync(FULL_WARP, until > place)
         if behind != 0:
             found = np.int32(cuda.ffs(behind) - 1)
             tiles = cuda.shfl_sync(FULL_WARP, own, found)
             end = cuda.shfl_sync(FULL_WARP, until, found)
-            unit = np.int32(unit - (end - tiles * row_tiles))
-            row_tile = div_u32(unit, tiles)
-            return np.int32(first + found), row_tile, np.int32(unit - row_tile * tiles)
-        unit = np.int32(unit - cuda.shfl_sync(FULL_WARP, until, WARP - 1))
+            place = np.int32(place - (end - tiles * row_tiles))
+            row_tile = div_u32(place, tiles)
+            return np.int32(first + found), row_tile, np.int32(place - row_tile * tiles)
+        place = np.int32(place - cuda.shfl_sync(FULL_WARP, until, WARP - 1))
     return np.int32(0), np.int32(0), np.int32(0)  # never: the place is in the line
 
 
@@ -1448,7 +1448,7 @@ def load_pair(memory, at):
 
 
 @device
-def raise_tops(memory, mark, top0, top1):
+def higher_tops(memory, mark, top0, top1):
     """The references of two rows, at least as large as a part's."""
     fmax = cuda.libdevice.fmaxf
     new0, new1 = load_pair(memory, mark)
@@ -1532,7 +1532,7 @@ def merge_units(memory, number, share, barrier, out, lse):
         part, mark = np.int32(0), first_mark
         # A loop that nobody can count is written once.
         while cuda.any_sync(FULL_WARP, part < share.parts):
-            tops = raise_tops(memory, mark, *tops)
+            tops = higher_tops(memory, mark, *tops)
             part, mark = np.int32(part + 1), np.int32(mark + step)
         a, b = NOTHING, NOTHING
         part, source, mark = np.int32(0), here, first_mark
@@ -1572,10 +1572,10 @@ def find_tops(memory, share, mark, part):
     last, ahead = np.int32(mark + one * (parts - 1)), np.int32(one * step)
     tops, mark = (NO_TOP, NO_TOP), np.int32(mark + one * part)
     while part < parts:  # four at once; the last one may be looked at again
-        tops = raise_tops(memory, mark, *tops)
-        tops = raise_tops(memory, min(mark + ahead, last), *tops)
-        tops = raise_tops(memory, min(mark + 2 * ahead, last), *tops)
-        tops = raise_tops(memory, min(mark + 3 * ahead, last), *tops)
+        tops = higher_tops(memory, mark, *tops)
+        tops = higher_tops(memory, min(mark + ahead, last), *tops)
+        tops = higher_tops(memory, min(mark + 2 * ahead, last), *tops)
+        tops = higher_tops(memory, min(mark + 3 * ahead, last), *tops)
         mark, part = np.int32(mark + 4 * ahead), uncounted(part + 4 * step)
     distance = np.int32(1 << share.bits)
     while distance < WARP:
@@ -1726,19 +1726,21 @@ def write_merges(memory, counters, prefix_lens, room, lse, n_rows, row_tiles, la
     while n < 2:
         parts, first, b, row_tile = np.int32(0), np.int32(0), np.int32(0), np.int32(0)
         at, chunks, kept = np.int32(0), np.int32(0), np.int32(-1)
-        unit = np.int32(begin + length - 1 if n == 0 else begin)
-        if unit < tile_begin:
-            b, row_tile, tile = locate(unit, prefix_lens, room, n_rows, row_tiles, lane)
+        place = np.int32(begin + length - 1 if n == 0 else begin)
+        if place < tile_begin:
+            b, row_tile, tile = locate(
+                place, prefix_lens, room, n_rows, row_tiles, lane
+            )
             tiles = key_tiles(prefix_lens, b, room, n_rows)
-            tile_begin = np.int32(unit - tile)
+            tile_begin = np.int32(place - tile)
             if begin > tile_begin or tile_begin + tiles > begin + length:
-                place = tile_begin - ints[REST_AT]
-                first = owner(rest, workers, place)
-                parts = np.int32(owner(rest, workers, place + tiles - 1) - first + 1)
+                tile_at = tile_begin - ints[REST_AT]
+                first = owner(rest, workers, tile_at)
+                parts = np.int32(owner(rest, workers, tile_at + tiles - 1) - first + 1)
                 mine = np.int32(np.int32(cuda.blockIdx.x) - first)
                 end = cut(rest, workers, np.int32(first + parts))
                 grain = np.int32(1)  # of shares, in chunks
-                if n == 0 and parts <= KEEPERS and end == place + tiles:
+                if n == 0 and parts <= KEEPERS and end == tile_at + tiles:
                     kept, grain = mine, np.int32(UNIT)
                 # Bands without rows are nobody's.
                 rows = np.int32(lse.shape[1] - ROWS * row_tile)
@@ -1975,11 +1977,11 @@ def problem(
     if kv_cache.shape[1] == 0:
         return ValueError("version 'wgmma' and kv_cache has no rows; expected one")
     batch, n, heads, _ = q.shape
-    units = batch * -(-n * heads // ROWS) * -(-kv_cache.shape[1] // KEYS)
-    if units > MAX_UNITS:
+    tiles = batch * -(-n * heads // ROWS) * -(-kv_cache.shape[1] // KEYS)
+    if tiles > MAX_TILES:
         return ValueError(
             f"version 'wgmma' and q has shape {q.shape}, kv_cache {kv_cache.shape}: "
-            f"{units} tiles of {ROWS} rows and {KEYS} keys; expected up to {MAX_UNITS}"
+            f"{tiles} tiles of {ROWS} rows and {KEYS} keys; expected up to {MAX_TILES}"
         )
     if at.executor == "gpu":
         major, minor = cuda.get_current_device().compute_capability
