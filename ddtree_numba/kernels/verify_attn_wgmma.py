@@ -1710,6 +1710,21 @@ def chunks_at_a_time(chunks, parts):
 
 
 @device
+def expect(memory, n, lane, parts, chunks, kept, units, piece):
+    """Tell the mbarriers of share n how much they have to wait for; by a lane each.
+
+    parts, chunks, kept, units, piece : as in `Share`; parts above 0
+    """
+    count = np.int32(min(piece, np.int32(chunks - piece * (lane - 1))))
+    n_bytes = np.int32(16 * count * (parts - 1 if kept >= 0 else parts))
+    if lane == 0:
+        n_bytes = np.int32(4 * MARKS * units * parts)
+    if n_bytes > 0:
+        barrier = MERGING + ARRIVALS * n + lane
+        mbarrier_arrive_expect_tx(memory.barriers, barrier, n_bytes)
+
+
+@device
 def write_merges(memory, counters, prefix_lens, room, lse, n_rows, row_tiles, lane):
     """Write down which row tiles the block has a part of, but not all; by a warp.
 
@@ -1764,14 +1779,7 @@ def write_merges(memory, counters, prefix_lens, room, lse, n_rows, row_tiles, la
             ints[to + 6], ints[to + 7], ints[to + 8] = kept, units, bits
             ints[to + 9] = piece
         if lane < ARRIVALS and parts > 0:
-            # How much each of the mbarriers has to wait for.
-            count = np.int32(min(piece, np.int32(chunks - piece * (lane - 1))))
-            n_bytes = np.int32(16 * count * (parts - 1 if kept >= 0 else parts))
-            if lane == 0:
-                n_bytes = np.int32(4 * MARKS * units * parts)
-            if n_bytes > 0:
-                barrier = MERGING + ARRIVALS * n + lane
-                mbarrier_arrive_expect_tx(memory.barriers, barrier, n_bytes)
+            expect(memory, n, lane, parts, chunks, kept, units, piece)
         n = uncounted(n + 1)
     if lane == 0:
         # Atomic, because others look at it at the same time.
