@@ -1392,8 +1392,17 @@ def word(ints, at):
 
 
 @device
+def write_share(ints, at, share):
+    """Write a share down, for `read_share`."""
+    ints[at], ints[at + 1], ints[at + 2] = share.parts, share.first, share.request
+    ints[at + 3], ints[at + 4] = share.row_tile, share.begin
+    ints[at + 5], ints[at + 6] = share.chunks, share.kept
+    ints[at + 7], ints[at + 8], ints[at + 9] = share.units, share.bits, share.piece
+
+
+@device
 def read_share(ints, at):
-    """The share that `write_merges` wrote down there."""
+    """The share that `write_share` wrote down there."""
     return Share(
         word(ints, at),
         word(ints, at + 1),
@@ -1773,11 +1782,10 @@ def write_merges(memory, counters, prefix_lens, room, lse, n_rows, row_tiles, la
         if kept >= 0:
             piece = np.int32(UNIT)
         if lane == 0:
-            to = np.int32(MERGES + MERGE * n)
-            ints[to], ints[to + 1], ints[to + 2] = parts, first, b
-            ints[to + 3], ints[to + 4], ints[to + 5] = row_tile, at, chunks
-            ints[to + 6], ints[to + 7], ints[to + 8] = kept, units, bits
-            ints[to + 9] = piece
+            share = Share(
+                parts, first, b, row_tile, at, chunks, kept, units, bits, piece
+            )
+            write_share(ints, np.int32(MERGES + MERGE * n), share)
         if lane < ARRIVALS and parts > 0:
             expect(memory, n, lane, parts, chunks, kept, units, piece)
         n = uncounted(n + 1)
