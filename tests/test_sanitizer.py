@@ -18,7 +18,10 @@ AGREES = "every stage agrees"
 
 
 def watched(tool: str, *what: str) -> tuple[int, str]:
-    """How many findings a tool counts in a group, and all that was said."""
+    """How many findings a tool counts, and all that was said.
+
+    what : as `under_sanitizer.py` takes it
+    """
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not on the PATH")

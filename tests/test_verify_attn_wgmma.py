@@ -184,6 +184,7 @@ def test_parts_of_row_tiles_are_merged_whoever_has_them(
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_lanes_may_share_a_chunk(bits, monkeypatch):
+    # Nine parts of a row tile: of a chunk, each of 32 / 2^bits lanes sums one to five.
     monkeypatch.setattr(verify_attn_module, "_multiprocessors", lambda at: 9)
     given = module.device(lambda chunks, parts: np.int32(bits))
     monkeypatch.setattr(module, "chunks_at_a_time", given)

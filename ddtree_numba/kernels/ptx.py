@@ -500,12 +500,12 @@ def cvt_rn_bf16x2(typingctx, low, high):
 
 @intrinsic
 def cvt_rn_f16x2(typingctx, low, high):
-    """``cvt.rn.f16x2.f32``: as `cvt_rn_bf16x2`, to float16; above its numbers inf."""
+    """``cvt.rn.f16x2.f32``: as `cvt_rn_bf16x2`, to float16; 65520 and more is inf."""
     return _rounded_pair("f16x2")
 
 
 def _rounded_pair(kind: str) -> Any:
-    """Two float32 rounded and packed."""
+    """An instruction that rounds two float32 and packs them."""
 
     def codegen(context, builder, signature, args):
         low, high = args
