@@ -1358,6 +1358,7 @@ def post(memory, sums, top, total, posted, marks, place, number, rows, keeps):
     high0, high1 = highest_quarter(sums, 64, high0, high1)
     high0, high1 = highest_quarter(sums, 96, high0, high1)
     exponent0, exponent1 = scale_exponent(high0), scale_exponent(high1)
+    # Not before the shuffles: the compiler cannot tell that all of a warp go on.
     if 16 * band >= rows:
         return
     factor0, factor1 = ex2_approx(-exponent0), ex2_approx(-exponent1)
