@@ -513,7 +513,7 @@ def _ptx():
     tree = int32[::1], uint32[:, :, ::1]
     signature = (maps, maps, int32, int32, *tree, float32, int32, float32)
     f1 = float32[::1]
-    signature += (f1, f2, f1, int32[::1])
+    signature += (f1, f2, uint32[::1], f1, int32[::1])
     with module.hopper_target():
         return backend.compile_ptx(module.wgmma_kernel, signature)
 
