@@ -136,7 +136,7 @@ def test_splits_do_not_change_the_result(kernel_executor, n_splits):
 
 @pytest.mark.usefixtures("_six_blocks")
 @pytest.mark.parametrize(
-    "powers", [(-100, -100), (110, 110), (-100, 100), (100, -100)], ids=str
+    "powers", [(-120, -120), (110, 110), (-100, 100), (100, -100)], ids=str
 )
 def test_parts_have_values_of_any_size(kernel_executor, powers):
     # Scores are of the rope columns alone. The first part has the first 128 keys.
@@ -154,11 +154,29 @@ def test_parts_have_values_of_any_size(kernel_executor, powers):
 def test_parts_have_columns_of_different_sizes(kernel_executor):
     q, cache, *tree = bf16_case(2, 2, 2, [140])
     q[..., :512] = 0
-    powers = np.linspace(-12, 12, 512).round()
+    powers = np.tile(np.linspace(-12, 12, 256).round(), 2)  # in what has one scale
     values = bf16.to_float32(cache[..., :512]) * np.float32(2.0**powers)
     cache[..., :512] = bf16.from_float32(values)
     case = q, cache, *tree
     assert_close(attend(kernel_executor, case, n_splits=2), case)
+
+
+@pytest.mark.usefixtures("_six_blocks")
+def test_a_part_may_have_no_key_that_its_rows_see(kernel_executor):
+    # The first 64 rows do not see what is in the last tile of keys, a part.
+    case = bf16_case(2, 66, 1, [128], shape="chain")
+    assert_close(attend(kernel_executor, case, n_splits=3), case)
+
+
+@pytest.mark.usefixtures("_six_blocks")
+def test_a_sum_that_overflows_is_infinite(kernel_executor):
+    # Beside it the row's other sums of the same scale are nothing.
+    q, cache, *tree = bf16_case(2, 2, 10, [140])
+    q[:] = 0
+    cache[:, :142, 5] = module.LARGEST_PAIR & 0xFFFF
+    out, _ = attend(kernel_executor, (q, cache, *tree), n_splits=2)
+    np.testing.assert_array_equal(out[..., 5], INF)
+    assert np.isfinite(np.delete(out, 5, axis=-1)).all()
 
 
 @pytest.mark.usefixtures("_six_blocks")
