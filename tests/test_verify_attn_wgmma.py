@@ -169,6 +169,17 @@ def test_a_part_may_have_no_key_that_its_rows_see(kernel_executor):
 
 
 @pytest.mark.usefixtures("_six_blocks")
+def test_what_lies_behind_the_marks_of_parts_is_no_reference(kernel_executor):
+    # Large values do, of the block's tile of keys.
+    q, cache, *tree = bf16_case(2, 2, 2, [300])
+    q[..., :512] = 0
+    values = bf16.to_float32(cache[..., :512]) * np.float32(2.0**100)
+    cache[..., :512] = bf16.from_float32(values)
+    case = q, cache, *tree
+    assert_close(attend(kernel_executor, case, n_splits=5), case)
+
+
+@pytest.mark.usefixtures("_six_blocks")
 def test_a_sum_that_overflows_is_infinite(kernel_executor):
     # Beside it the row's other sums of the same scale are nothing.
     q, cache, *tree = bf16_case(2, 2, 10, [140])
@@ -236,6 +247,26 @@ def test_lanes_may_share_a_chunk(bits, monkeypatch):
     case = bf16_case(1, 1, 20, [520])
     assert_close(attend("emulator", case, n_splits=9), case)
     assert races == []
+
+
+@pytest.mark.parametrize(
+    ("parts", "bits"), [(7, 2), (7, 3), (7, 4), (7, 5), (3, None)], ids=str
+)
+def test_any_part_may_have_a_rows_highest_scores(parts, bits, monkeypatch):
+    # By hundreds of powers of 2: each head has nearly all its weight in one part, and
+    # a reference that misses this part's makes its weight infinite.
+    monkeypatch.setattr(verify_attn_module, "_multiprocessors", lambda at: parts)
+    if bits:
+        given = module.device(lambda chunks, parts: np.int32(bits))
+        monkeypatch.setattr(module, "chunks_at_a_time", given)
+    q, cache, *tree = bf16_case(2, 1, 16, [64 * parts - 1])
+    keys, heads = np.arange(64 * parts), np.arange(16)
+    q[:] = 0
+    large = bf16.from_float32(np.float32([64, 128]))[heads // 8]  # as a thread's two
+    q[0, 0, heads, 512 + heads % parts] = large
+    cache[0, keys, 512 + keys // 64] = bf16.from_float32(np.float32(64))
+    case = q, cache, *tree
+    assert_close(attend("emulator", case, n_splits=parts), case)
 
 
 def test_bands_without_rows_are_neither_posted_nor_merged(monkeypatch):
