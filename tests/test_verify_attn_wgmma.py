@@ -269,6 +269,27 @@ def test_any_part_may_have_a_rows_highest_scores(parts, bits, monkeypatch):
     assert_close(attend("emulator", case, n_splits=parts), case)
 
 
+@cuda.jit
+def chunks_kernel(chunks, parts, bits):
+    # chunks, parts, bits [n] i32
+    for i in range(bits.size):
+        bits[i] = module.chunks_at_a_time(chunks[i], parts[i])
+
+
+def test_a_warp_sums_at_a_time_what_takes_the_fewest_steps():
+    chunks, parts = np.mgrid[1:4097:91, 2:145:11].astype(np.int32).reshape(2, -1)
+    bits = np.zeros(chunks.size, np.int32)
+    emulate(chunks_kernel, 1, 1, chunks, parts, bits)
+
+    def steps(chunks, parts, bits):
+        lanes = 32 >> bits  # of a chunk
+        rounds = -(-chunks // (8 << bits))
+        return rounds * (-(-parts // (4 * lanes)) + 5 - bits)
+
+    for given in zip(chunks.tolist(), parts.tolist(), bits.tolist(), strict=True):
+        assert steps(*given) == min(steps(*given[:2], n) for n in (2, 3, 4, 5))
+
+
 def test_bands_without_rows_are_neither_posted_nor_merged(monkeypatch):
     # The second row tile has 2 of 64 rows: a band of 16. Blocks 4 … 7 have its parts.
     monkeypatch.setattr(verify_attn_module, "_multiprocessors", lambda at: 8)
