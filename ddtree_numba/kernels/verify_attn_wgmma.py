@@ -68,7 +68,8 @@ share of its own part in shared memory, and posts only the rest.
 Sums travel in float16, because the exchange takes as long as its bytes. They do so as
 multiples of a power of 2, the *scale* of a row's 256 columns, so that the largest of
 them is between 2^14 and 2^15: a part's sum is off by 2^-11 of itself at most (or 2^-39
-of the largest), an eighth of what rounding the weights to bfloat16 may do.
+of the largest), an eighth of what rounding the weights to bfloat16 may do. Beside a sum
+that is too large for float32, and so inf, the others of these columns are 0.
 
 What runs once costs more here than it seems, since its instructions come from memory:
 plan and merge are short loops rather than wide ones.
