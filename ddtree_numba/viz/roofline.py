@@ -68,12 +68,14 @@ def roofline_figure(frame: pd.DataFrame) -> tuple[Figure, str]:
             textcoords="offset points",
             va="bottom",
         )
+        middle = (bends[0] * ridge) ** 0.5
         ax.annotate(
             f"copy: {slope:.2f} TB/s",
-            (bends[0], bends[0] * slope),
-            xytext=(6, 0),
+            (middle, middle * slope),
+            xytext=(0, 2),
             textcoords="offset points",
-            va="top",
+            ha="right",
+            va="bottom",
             path_effects=halo(),
         )
         alt_texts.append(
