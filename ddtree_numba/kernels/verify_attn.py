@@ -36,7 +36,8 @@ merge_kernel   brings the splits together
 mma            `ddtree_numba.kernels.verify_attn_mma`: bfloat16 on tensor cores, with
                weights rounded to bfloat16; for 512 + 64 columns, sm_80 or later
 wgmma          `ddtree_numba.kernels.verify_attn_wgmma`: the same with what compute
-               capability 9.0 has for it; shares out and merges the keys by itself
+               capability 9.0 has for it; shares out and merges the keys by itself, in
+               parts of float16
 """
 
 from __future__ import annotations
@@ -777,7 +778,9 @@ def verify_attn(
     n_splits : int, optional
         Parts of the keys that blocks of one row tile work on side by side, cut to
         S_max ("simple" has none); if omitted, as many as keep the card busy at a prefix
-        that fills the cache.
+        that fills the cache ("wgmma": at the prefixes that there are). Parts of "wgmma"
+        travel in float16, off by 2^-11 of themselves at most, an eighth of what
+        rounding the weights to bfloat16 may do.
     exact_max : bool
         Whether "wgmma" keeps every row's running maximum as the reference of its
         weights. By default the reference moves only when a score passes it by a factor
