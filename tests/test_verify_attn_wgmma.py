@@ -134,30 +134,31 @@ def test_splits_do_not_change_the_result(kernel_executor, n_splits):
     assert_close(attend(kernel_executor, case, n_splits=n_splits), case)
 
 
+def scored_by_rope(case, factors):
+    """The case with values times factors [keys, columns], of which no score knows."""
+    q, cache, *tree = case
+    q[..., :512] = 0
+    values = bf16.to_float32(cache[..., :512]) * np.float32(factors)
+    cache[..., :512] = bf16.from_float32(values)
+    return q, cache, *tree
+
+
 @pytest.mark.usefixtures("_six_blocks")
 @pytest.mark.parametrize(
     "powers", [(-120, -120), (110, 110), (-100, 100), (100, -100)], ids=str
 )
 def test_parts_have_values_of_any_size(kernel_executor, powers):
-    # Scores are of the rope columns alone. The first part has the first 128 keys.
-    q, cache, *tree = bf16_case(2, 2, 2, [140])
-    q[..., :512] = 0
-    values = bf16.to_float32(cache[..., :512])
-    values[:, :128] *= np.float32(2.0 ** powers[0])
-    values[:, 128:] *= np.float32(2.0 ** powers[1])
-    cache[..., :512] = bf16.from_float32(values)
-    case = q, cache, *tree
+    case = bf16_case(2, 2, 2, [140])
+    keys = np.arange(case[1].shape[1])[:, None]  # the first part has 128
+    factors = np.where(keys < 128, 2.0 ** powers[0], 2.0 ** powers[1])
+    case = scored_by_rope(case, factors)
     assert_close(attend(kernel_executor, case, n_splits=2), case)
 
 
 @pytest.mark.usefixtures("_six_blocks")
 def test_parts_have_columns_of_different_sizes(kernel_executor):
-    q, cache, *tree = bf16_case(2, 2, 2, [140])
-    q[..., :512] = 0
     powers = np.tile(np.linspace(-12, 12, 256).round(), 2)  # in what has one scale
-    values = bf16.to_float32(cache[..., :512]) * np.float32(2.0**powers)
-    cache[..., :512] = bf16.from_float32(values)
-    case = q, cache, *tree
+    case = scored_by_rope(bf16_case(2, 2, 2, [140]), 2.0**powers)
     assert_close(attend(kernel_executor, case, n_splits=2), case)
 
 
@@ -171,11 +172,7 @@ def test_a_part_may_have_no_key_that_its_rows_see(kernel_executor):
 @pytest.mark.usefixtures("_six_blocks")
 def test_what_lies_behind_the_marks_of_parts_is_no_reference(kernel_executor):
     # Large values do, of the block's tile of keys.
-    q, cache, *tree = bf16_case(2, 2, 2, [300])
-    q[..., :512] = 0
-    values = bf16.to_float32(cache[..., :512]) * np.float32(2.0**100)
-    cache[..., :512] = bf16.from_float32(values)
-    case = q, cache, *tree
+    case = scored_by_rope(bf16_case(2, 2, 2, [300]), 2.0**100)
     assert_close(attend(kernel_executor, case, n_splits=5), case)
 
 
