@@ -95,7 +95,7 @@ def roofline_figure(frame: pd.DataFrame) -> tuple[Figure, str]:
     ax.set_xlabel(
         "arithmetic intensity, FLOP a byte (inputs read once, outputs written)"
     )
-    ax.set_ylabel("TFLOP/s, burst")
+    ax.set_ylabel("TFLOP/s, burst; more is better")
     ax.set_title("verify_attn (B, N, H, S), bf16", loc="left")
     _finish(ax)
     return ax.get_figure(root=True), " ".join(alt_texts)  # type: ignore[return-value]
@@ -150,7 +150,7 @@ def _draw_ladder(ax: Axes, frame: pd.DataFrame) -> str:
     if "matmul" in (roofs := _ceilings(frame)):
         ax.axvline(roofs["matmul"], color="black", linestyle="--", linewidth=1)
         ax.annotate(
-            "bf16 product",
+            "bf16 product, burst",
             (roofs["matmul"], 0.45),
             xytext=(-3, 0),
             textcoords="offset points",
@@ -160,7 +160,7 @@ def _draw_ladder(ax: Axes, frame: pd.DataFrame) -> str:
     ax.set_yticks(list(line.values()), [s.removesuffix(" bf16") for s in shapes])
     ax.set_ylim(-len(shapes) + 0.3, 0.7)
     ax.set_xlim(left=0)
-    ax.set_xlabel("TFLOP/s: marker burst, line's end sustained")
+    ax.set_xlabel("TFLOP/s, more is better: marker burst, line's end sustained")
     ax.set_title("verify_attn (B, N, H, S), bf16", loc="left")
     _finish(ax)
     best = _fastest(rows)
@@ -200,7 +200,7 @@ def _draw_tree_times(ax: Axes, frame: pd.DataFrame) -> str:
     ax.xaxis.set_major_formatter("{x:g}")
     ax.minorticks_off()
     ax.set_xlabel("n_draft_nodes")
-    ax.set_ylabel("µs")
+    ax.set_ylabel("µs, less is better")
     _finish(ax)
     return " ".join(texts)
 

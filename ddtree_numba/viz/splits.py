@@ -63,7 +63,7 @@ def splits_figure(frame: pd.DataFrame) -> tuple[Figure, str]:
     ticks = [1, 2, 4, 8, 16, 32, 64, 128]
     ax.set_xticks(ticks, [str(tick) for tick in ticks])
     ax.set_xlabel("splits of the mma version (the best of these ringed)")
-    ax.set_ylabel("µs, the merge included")
+    ax.set_ylabel("µs, the merge included; less is better")
     ax.grid(color="#E5E5E5")
     ax.spines[["right", "top"]].set_visible(False)
     ax.legend(title="(B, N, H, S)", frameon=False)
