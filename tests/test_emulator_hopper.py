@@ -1461,5 +1461,5 @@ def test_a_part_that_is_counted_before_others_can_see_it_races(monkeypatch):
     with traced() as reports:
         verify([100], version="wgmma", n_splits=2)
     races = reports[0].races
-    assert {race.array for race in races} == {"posted"}
+    assert {race.array for race in races} == {"posted", "marks"}
     assert all(race.between_blocks for race in races)
