@@ -1316,6 +1316,15 @@ def verify(prefix_lens, executor="emulator", **options):
     return general.verify_attn(*inputs, **form, executor=executor, **options)
 
 
+def wgmma_fault(error, prefix_lens, n_splits):
+    """The error that the wgmma kernel must raise, in a line of its own."""
+    with pytest.raises(error) as caught:
+        verify(prefix_lens, version="wgmma", n_splits=n_splits)
+    assert type(caught.value) is error
+    assert "verify_attn_wgmma.py" in str(caught.value)
+    return str(caught.value)
+
+
 def close_to_reference(prefix_lens, found):
     out, lse = verify(prefix_lens, "numpy")
     # Weights are bfloat16, and the largest value is near 4.
@@ -1414,11 +1423,7 @@ def test_verify_attention_with_an_instruction_left_out(
     monkeypatch, name, instead, error, what
 ):
     monkeypatch.setattr(attention, name, instead)
-    with pytest.raises(error) as caught:
-        verify([130], version="wgmma", n_splits=1)
-    assert type(caught.value) is error
-    assert what in str(caught.value)
-    assert "verify_attn_wgmma.py" in str(caught.value)
+    assert what in wgmma_fault(error, [130], n_splits=1)
 
 
 @pytest.mark.parametrize(
@@ -1448,11 +1453,7 @@ def test_verify_attention_with_an_instruction_left_out(
 def test_a_merge_with_an_instruction_left_out(monkeypatch, name, instead, error, what):
     monkeypatch.setattr(general, "_multiprocessors", lambda at: 2)
     monkeypatch.setattr(attention, name, instead)
-    with pytest.raises(error) as caught:
-        verify([100], version="wgmma", n_splits=2)
-    assert type(caught.value) is error
-    assert what in str(caught.value)
-    assert "verify_attn_wgmma.py" in str(caught.value)
+    assert what in wgmma_fault(error, [100], n_splits=2)
 
 
 def test_a_part_that_is_counted_before_others_can_see_it_races(monkeypatch):

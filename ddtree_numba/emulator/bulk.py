@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,7 +28,7 @@ from .spans import Span
 if TYPE_CHECKING:
     from .intrinsics import Executing
 
-__all__ = ["CHUNK", "Box", "Bulk", "Run", "TensorMap", "tensor_map"]
+__all__ = ["CHUNK", "Box", "Bulk", "TensorMap", "tensor_map"]
 
 SWIZZLE = 128  # bytes of a row of the one pattern that is emulated, or 0 for none
 CHUNK = 16  # bytes: sizes and addresses are multiples; a swizzle keeps them together
@@ -179,16 +180,6 @@ class Box(NamedTuple):
         return lines[line, np.arange(SWIZZLE // CHUNK) ^ pattern].reshape(-1)
 
 
-class Run(NamedTuple):
-    """Neighbouring bytes of global memory on their way to shared memory."""
-
-    span: Span
-
-    def bytes(self) -> np.ndarray:
-        """The bytes, uint8."""
-        return self.span.bytes.copy()
-
-
 class _Load:
     """A copy on its way; as text, who asked for it and where."""
 
@@ -197,15 +188,15 @@ class _Load:
         name: str,
         lane: Executing,
         to: Span,
-        source: Box | Run,
+        read: Callable[[], np.ndarray],
         barrier: Mbarrier,
         clock: Clock,
     ) -> None:
-        self.name, self.to, self.source, self.barrier = name, to, source, barrier
+        self.name, self.to, self.read, self.barrier = name, to, read, barrier
         self.clock = clock
         self.lane = lane.hub.lane.index
         self.site = lane.hub.sites.of(lane.frame)
-        self.new = source.bytes()
+        self.new = read()
 
     def __str__(self) -> str:
         who = f"the {self.name} of lane {self.lane}"
@@ -225,16 +216,16 @@ class Bulk:
         name: str,
         lane: Executing,
         to: Span,
-        source: Box | Run,
+        read: Callable[[], np.ndarray],
         barrier: Mbarrier,
     ) -> None:
-        """Put a copy on its way."""
+        """Put a copy on its way; read : gives its source's bytes as they are now."""
         to.check_at_rest(f"{name} to it")
         recorder = self.hub.recorder
         if recorder is not None:
             known = join([self.hub.lane])
             self.clock = Clock(self.clock.index, known, self.clock.own + 1)
-        load = _Load(name, lane, to, source, barrier, self.clock)
+        load = _Load(name, lane, to, read, barrier, self.clock)
         if recorder is not None:
             self._log(load)
             self.hub.learn(self.hub.lane)
@@ -261,7 +252,7 @@ class Bulk:
             raise InFlightError(
                 f"{to.name}: written {to.writer()} while {load} was on its way there"
             )
-        if (load.source.bytes() != load.new).any():
+        if (load.read() != load.new).any():
             raise InFlightError(f"the source was written while {load} was reading it")
         for chunk in _chunks(to):
             del to.piece.in_flight[chunk]

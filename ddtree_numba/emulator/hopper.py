@@ -21,7 +21,7 @@ import numpy as np
 
 from .arrays import ATOMIC, READ, WRITE
 from .barriers import Mbarrier, NamedBarrier, Threshold
-from .bulk import CHUNK, Box, Bulk, Run, TensorMap, tensor_map
+from .bulk import CHUNK, Box, Bulk, TensorMap, tensor_map
 from .errors import BarrierUseError, LaunchError, UnfencedError, UnsupportedError
 from .intrinsics import Executing
 from .lanes import WARPGROUP, Block, Hub
@@ -244,7 +244,7 @@ def bulk_load(
     tensor = TensorMap.read(name, words.view(np.uint64))
     span = Span(to, to_index, tensor.nbytes, name, "shared", 128, across_rows=True)
     box = Box(tensor, coordinates, _address(span))
-    _units(lane.hub).bulk.request(name, lane, span, box, counts)
+    _units(lane.hub).bulk.request(name, lane, span, box.bytes, counts)
 
 
 def bulk_copy(
@@ -273,7 +273,7 @@ def bulk_copy(
             "waited for another block: it may miss what that stored"
         )
     origin.log(READ, lane.frame)
-    units.bulk.request(name, lane, span, Run(origin), counts)
+    units.bulk.request(name, lane, span, origin.bytes.copy, counts)
 
 
 def _counting(lane: Executing, name: str, barrier: Any, index: Any) -> Mbarrier:
