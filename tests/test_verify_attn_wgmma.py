@@ -524,15 +524,15 @@ def test_it_pays_for_16_tiles_of_rows_and_keys(batch, n, heads, room, expected):
 @cuda.jit
 def plans_kernel(prefix_lens, room, n_rows, row_tiles, n_splits, ints):
     # ints [blocks, …] i32: what each block's warp would write down
-    for worker in range(int32(ints.shape[0])):
+    for block in range(int32(ints.shape[0])):
         module.write_plan(
-            ints[worker], prefix_lens, room, n_rows, row_tiles, n_splits,
-            int32(worker), int32(ints.shape[0]), cuda.laneid,
+            ints[block], prefix_lens, room, n_rows, row_tiles, n_splits,
+            int32(block), int32(ints.shape[0]), cuda.laneid,
         )  # fmt: skip
 
 
 def plan_of_one(tiles, row_tiles, blocks):
-    """Parts that the blocks get of one request: (row tile, first tile, how many)."""
+    """Parts of one request along the line: (row tile, first tile, how many)."""
     rest = tiles * row_tiles
     if (tiles - 5) * blocks <= rest:  # nothing is cut
         return [(0, 0, 0)] * blocks
@@ -551,13 +551,16 @@ def plan_of_one(tiles, row_tiles, blocks):
 @pytest.mark.parametrize("tiles", [1, 9, 16, 29, 129])
 def test_a_request_is_cut_evenly_into_what_pays(tiles, row_tiles):
     for blocks in (8, 11, 26):
-        ints = np.full((blocks, module.PART_AT + 3), -1, np.int32)
+        ints = np.full((blocks, module.WORKER + 1), -1, np.int32)
         lens = np.array([64 * tiles - 3], np.int32)
         room = np.int32(64 * tiles)
         given = lens, room, np.int32(3), np.int32(row_tiles), np.int32(0)
         emulate(plans_kernel, 1, 32, *given, ints)
+        workers = ints[:, module.WORKER].tolist()
+        assert sorted(workers) == list(range(blocks))  # nobody does another's part
         told = ints[:, [module.PART_AT + 1, module.PART_AT + 2, module.PART_LENGTH]]
-        found = [tuple(part) if part[2] else (0, 0, 0) for part in told.tolist()]
+        told = told[np.argsort(workers)].tolist()
+        found = [tuple(part) if part[2] else (0, 0, 0) for part in told]
         assert found == plan_of_one(tiles, row_tiles, blocks)
 
 

@@ -33,7 +33,7 @@ first tile's maximum, and moves only when a score passes it by `MARGIN` powers o
 wait for P0's maximum: it weighs against the old reference, and again in the rare case
 that group 0 moved it.
 
-Shared memory, 231,132 of 232,448 bytes. A *piece* is 64 rows of 64 columns, swizzled by
+Shared memory, 231,136 of 232,448 bytes. A *piece* is 64 rows of 64 columns, swizzled by
 TMA (chunk c of row r at place ``c ^ (r & 7)``). As rows of keys it is an operand of
 q·k, and as columns of values of P·V, so nothing is transposed or copied::
 
@@ -56,6 +56,9 @@ them, for three blocks::
     block 0    aaaaaa            dddd           part 0 of d
     block 1          bbbbbb          ddee       part 1 of d, part 0 of e
     block 2                cccccc        eeee   part 1 of e
+
+Where all row tiles of one request are cut into equally many parts, two blocks beside
+each other have the same part of two row tiles: they ask for the same keys together.
 
 Merging. Whole row tiles are written at once. Of others a block posts its part (sums,
 references, totals, scales) in global memory and counts that; then it merges a share of
@@ -177,7 +180,8 @@ BARRIERS_END = MERGING + 2 * ARRIVALS
 # Behind them what `write_plan` and `write_merges` write, in int32.
 ROUNDS = 2 * BARRIERS_END
 WORKERS, REST_AT, REST, PART_LENGTH, PART_AT = range(ROUNDS + 1, ROUNDS + 6)
-LAUNCHES = PART_AT + 3  # that have posted the block's parts before
+WORKER = PART_AT + 3  # whose part of the rest, along the line, the block has
+LAUNCHES = WORKER + 1  # that have posted the block's parts before
 MERGES = LAUNCHES + 1  # of two row tiles: a `Share` each
 # When all tiles of keys are done with, in 32 bits over the queries and the even tile: a
 # block's share of the parts of a row tile, and the parts' *marks*.
@@ -442,33 +446,42 @@ def locate(place, prefix_lens, room, n_rows, row_tiles, lane):
 
 
 @device
-def part_of_one(prefix_lens, room, n_rows, row_tiles, worker, blocks):
+def part_of_one(prefix_lens, room, n_rows, row_tiles, block, blocks):
     """What `plan` comes to for one request whose row tiles are all cut into `parts`.
 
     Most small launches are such, and are 0.5 to 1 µs shorter by this: the instructions
     of `plan` come from memory, and many of its divisions wait for others.
 
-    Returns (parts, or 0 if it is otherwise, tiles of keys, row tile, the worker's first
-    tile of keys, how many).
+    Two blocks beside each other begin together, and are near each other. They get the
+    same part of two row tiles: so they ask for the same keys at the same time.
+
+    Returns (parts, or 0 if it is otherwise, tiles of keys, `WORKER`, row tile, the
+    part's first tile of keys, how many).
     """
     tiles = key_tiles(prefix_lens, np.int32(0), room, n_rows)
     most = div_u32(blocks, row_tiles)
     parts = np.int32(max(min(most, tiles // LEAST), 1))
-    row_tile = div_u32(worker, parts)
-    part = np.int32(worker - row_tile * parts)
+    pair = div_u32(block >> 1, parts)
+    row_tile = np.int32(2 * pair + (block & 1))
+    part = np.int32((block >> 1) - pair * parts)
+    if row_tile >= row_tiles & -2:  # the last one of an odd number, or none
+        row_tile = np.int32(row_tiles - 1)
+        part = np.int32(block - row_tile * parts)
     begin, end = cut(tiles, parts, part), cut(tiles, parts, part + 1)
-    length = np.int32(end - begin if row_tile < row_tiles else 0)
+    length, worker = np.int32(0), block
+    if part < parts:
+        length, worker = np.int32(end - begin), np.int32(row_tile * parts + part)
     cuts = (np.float32(tiles) - SPLIT_COST) * np.float32(blocks) > np.float32(
         tiles * row_tiles
     )
     if not cuts or (parts == most and 10 * row_tiles * parts < 9 * blocks):
         parts = np.int32(0)
-    return parts, tiles, row_tile, begin, length
+    return parts, tiles, worker, row_tile, begin, length
 
 
 @device
 def write_plan(
-    ints, prefix_lens, room, n_rows, row_tiles, n_splits, worker, blocks, lane
+    ints, prefix_lens, room, n_rows, row_tiles, n_splits, block, blocks, lane
 ):
     """Write down for the block what it has to do, from `ROUNDS` on; by a warp.
 
@@ -476,14 +489,15 @@ def write_plan(
     """
     b, parts, rounds, begin = np.int32(0), np.int32(0), np.int32(0), np.int32(0)
     if prefix_lens.size == 1 and row_tiles < blocks and n_splits == 0:
-        parts, tiles, row_tile, tile, length = part_of_one(
-            prefix_lens, room, n_rows, row_tiles, worker, blocks
+        parts, tiles, worker, row_tile, tile, length = part_of_one(
+            prefix_lens, room, n_rows, row_tiles, block, blocks
         )
         workers, rest = np.int32(row_tiles * parts), np.int32(row_tiles * tiles)
     if parts == 0:
         rounds, workers, begin, rest = plan(
             prefix_lens, room, n_rows, row_tiles, n_splits, blocks, lane
         )
+        worker = block
         row_tile, tile, length = np.int32(0), np.int32(0), np.int32(0)
         if worker < workers:
             first = cut(rest, workers, worker)
@@ -495,6 +509,7 @@ def write_plan(
         ints[ROUNDS], ints[WORKERS] = rounds, workers
         ints[REST_AT], ints[REST], ints[PART_LENGTH] = begin, rest, length
         ints[PART_AT], ints[PART_AT + 1], ints[PART_AT + 2] = b, row_tile, tile
+        ints[WORKER] = worker
 
 
 @device
@@ -1452,56 +1467,51 @@ def fetch_part(memory, share, part, barrier, posted, marks):
 
 @device
 def load_pair(memory, at):
-    """Two neighbouring float32 by one load, as 64 bits; at : of the first, even."""
-    both = memory.barriers[np.uint32(at >> 1)]
+    """Two neighbouring float32 by one load; at : of the pair, in 64 bits."""
+    both = memory.barriers[np.uint32(at)]
     first = cuda.libdevice.int_as_float(np.int32(both))
     return first, cuda.libdevice.int_as_float(np.int32(both >> np.uint64(32)))
 
 
 @device
-def higher_tops(memory, mark, top0, top1):
-    """The references of two rows, at least as large as a part's."""
+def plus(x, y):
+    """The sums of two pairs."""
+    return x[0] + y[0], x[1] + y[1]
+
+
+@device
+def higher(x, y):
+    """The larger ones of two pairs."""
     fmax = cuda.libdevice.fmaxf
-    new0, new1 = load_pair(memory, mark)
-    return fmax(top0, new0), fmax(top1, new1)
+    return fmax(x[0], y[0]), fmax(x[1], y[1])
 
 
 @device
 def weigh_part(memory, mark, tops, totals):
     """What a part's posted sums in two rows are multiplied by; the totals with its."""
     own0, own1 = load_pair(memory, mark)
-    total0, total1 = load_pair(memory, mark + TOTAL_MARKS)
-    scale0, scale1 = load_pair(memory, mark + SCALE_MARKS)
+    total0, total1 = load_pair(memory, mark + TOTAL_MARKS // 2)
+    scale0, scale1 = load_pair(memory, mark + SCALE_MARKS // 2)
     factor0, factor1 = ex2_approx(own0 - tops[0]), ex2_approx(own1 - tops[1])
     totals = totals[0] + factor0 * total0, totals[1] + factor1 * total1
-    return factor0 * scale0, factor1 * scale1, totals
+    return (factor0 * scale0, factor1 * scale1), totals
 
 
 @device
-def add_chunk(words, at, factor0, factor1, sums):
+def add_chunk(words, at, factors, sums):
     """Eight sums, with a part's chunk times its factors in the two rows."""
     w, x, y, z = load4(words, np.uint32(at))
     w, x, y, z = cvt_f32_f16x2(w), cvt_f32_f16x2(x), cvt_f32_f16x2(y), cvt_f32_f16x2(z)
     return (
-        sums[0] + factor0 * w[0],
-        sums[1] + factor0 * w[1],
-        sums[2] + factor1 * x[0],
-        sums[3] + factor1 * x[1],
-        sums[4] + factor0 * y[0],
-        sums[5] + factor0 * y[1],
-        sums[6] + factor1 * z[0],
-        sums[7] + factor1 * z[1],
+        sums[0] + factors[0] * w[0],
+        sums[1] + factors[0] * w[1],
+        sums[2] + factors[1] * x[0],
+        sums[3] + factors[1] * x[1],
+        sums[4] + factors[0] * y[0],
+        sums[5] + factors[0] * y[1],
+        sums[6] + factors[1] * z[0],
+        sums[7] + factors[1] * z[1],
     )
-
-
-@device
-def add_part(memory, at, mark, tops, totals, sums):
-    """Totals and eight sums, with those of a part's chunk, weighed.
-
-    at, mark : of the chunk and its rows' references, in shared memory
-    """
-    factor0, factor1, totals = weigh_part(memory, mark, tops, totals)
-    return totals, add_chunk(memory.words, at, factor0, factor1, sums)
 
 
 @device
@@ -1534,8 +1544,8 @@ def merge_units(memory, number, share, barrier, out, lse):
     here = np.int32(FETCHED + 4 * number)
     unit = np.int32(share.begin >> UNIT_BITS)
     end = np.int32((share.begin + share.chunks) >> UNIT_BITS)
-    first_mark = np.int32(PART_MARKS + 2 * (number >> 2 & 7))
-    step = np.int32(MARKS * share.units + GAP)
+    first_mark = np.int32((PART_MARKS >> 1) + (number >> 2 & 7))
+    step = np.int32((MARKS * share.units + GAP) >> 1)
     while unit < end:
         barrier = np.int32(barrier + 1)
         mbarrier_wait(memory.barriers, barrier, 0)
@@ -1543,14 +1553,14 @@ def merge_units(memory, number, share, barrier, out, lse):
         part, mark = np.int32(0), first_mark
         # A loop that nobody can count is written once.
         while cuda.any_sync(FULL_WARP, part < share.parts):
-            tops = higher_tops(memory, mark, *tops)
+            tops = higher(tops, load_pair(memory, mark))
             part, mark = np.int32(part + 1), np.int32(mark + step)
         a, b = NOTHING, NOTHING
         part, source, mark = np.int32(0), here, first_mark
         while cuda.any_sync(FULL_WARP, part < share.parts):
-            factor0, factor1, totals = weigh_part(memory, mark, tops, totals)
-            a = add_chunk(memory.words, source, factor0, factor1, a)
-            b = add_chunk(memory.words, source + 2 * UNIT, factor0, factor1, b)
+            factors, totals = weigh_part(memory, mark, tops, totals)
+            a = add_chunk(memory.words, source, factors, a)
+            b = add_chunk(memory.words, source + 2 * UNIT, factors, b)
             source = np.int32(source + 4 * share.chunks)
             part, mark = np.int32(part + 1), np.int32(mark + step)
         row = np.int32(ROWS * share.row_tile + 16 * (unit >> 1) + (number >> 2 & 7))
@@ -1558,41 +1568,89 @@ def merge_units(memory, number, share, barrier, out, lse):
         request = share.request
         write_chunk(out, lse, request, row, column, a, tops, totals)
         write_chunk(out, lse, request, row, column + 128, b, tops, totals)
-        first_mark = np.int32(first_mark + MARKS)
+        first_mark = np.int32(first_mark + MARKS // 2)
         here = np.int32(here + 4 * UNIT)
         unit = uncounted(unit + 1)
 
 
 @device
-def highest_of_lanes(tops, distance):
-    """The larger of the references here and in the lane so far away."""
-    other0 = cuda.shfl_xor_sync(FULL_WARP, tops[0], distance)
-    other1 = cuda.shfl_xor_sync(FULL_WARP, tops[1], distance)
-    fmax = cuda.libdevice.fmaxf
-    return fmax(tops[0], other0), fmax(tops[1], other1)
+def other_lane(pair, distance):
+    """What the lane so far away has of two float32."""
+    first = cuda.shfl_xor_sync(FULL_WARP, pair[0], distance)
+    return first, cuda.shfl_xor_sync(FULL_WARP, pair[1], distance)
 
 
 @device
-def find_tops(memory, share, mark, part):
+def of_lane(pair, lane):
+    """What a lane has of two float32."""
+    first = cuda.shfl_sync(FULL_WARP, pair[0], lane)
+    return first, cuda.shfl_sync(FULL_WARP, pair[1], lane)
+
+
+@device
+def find_tops(memory, share, mark, one, lane):
     """The largest references of any part in a chunk's rows.
 
-    mark : of part 0 in these rows; part : the lane's first one, of every 32 / 2^bits
+    Lanes with the same rows look at a part each: four beside each other, and those that
+    share the chunks of these.
+
+    mark : of part 0 in these rows, in 64 bits; one : from a part to the next
     """
-    parts, step = share.parts, np.int32(WARP >> share.bits)
-    one = np.int32(MARKS * share.units + GAP)
-    last, ahead = np.int32(mark + one * (parts - 1)), np.int32(one * step)
-    tops, mark = (NO_TOP, NO_TOP), np.int32(mark + one * part)
-    while part < parts:  # four at once; the last one may be looked at again
-        tops = higher_tops(memory, mark, *tops)
-        tops = higher_tops(memory, min(mark + ahead, last), *tops)
-        tops = higher_tops(memory, min(mark + 2 * ahead, last), *tops)
-        tops = higher_tops(memory, min(mark + 3 * ahead, last), *tops)
-        mark, part = np.int32(mark + 4 * ahead), uncounted(part + 4 * step)
+    step = np.int32(4 * WARP >> share.bits)
+    part = np.int32((lane >> share.bits << 2) + (lane & 3))
+    tops = NO_TOP, NO_TOP
+    while part < share.parts:
+        tops = higher(tops, load_pair(memory, np.int32(mark + one * part)))
+        part = uncounted(part + step)
+    tops = higher(tops, other_lane(tops, 1))
+    tops = higher(tops, other_lane(tops, 2))
     distance = np.int32(1 << share.bits)
     while distance < WARP:
-        tops = highest_of_lanes(tops, distance)
-        distance = uncounted(2 * distance)
+        tops, distance = (
+            higher(tops, other_lane(tops, distance)),
+            uncounted(2 * distance),
+        )
     return tops
+
+
+@device
+def sum_parts(memory, share, at, mark, one, lane, tops):
+    """Totals and sums of all parts of a chunk, in its rows.
+
+    A lane has every 32 / 2^bits-th part, four of them in a step. Four lanes beside each
+    other have the same rows: each weighs one of the four parts, for all.
+
+    at, mark, one : of the chunk in part 0; the others as for `find_tops`
+    """
+    parts, step = share.parts, np.int32(WARP >> share.bits)
+    part, quad = np.int32(lane >> share.bits), lane & 28
+    at = np.int32(at + 4 * share.chunks * part)
+    far, ahead = np.int32(4 * share.chunks * step), np.int32(one * step)
+    own = np.int32(mark + one * part + ahead * (lane & 3))
+    quarters, totals, sums = (ZERO, ZERO), (ZERO, ZERO), NOTHING
+    end = np.int32(4 * step)
+    while cuda.any_sync(FULL_WARP, end <= parts):
+        factors, quarters = weigh_part(memory, own, tops, quarters)
+        sums = add_chunk(memory.words, at, of_lane(factors, quad), sums)
+        sums = add_chunk(memory.words, at + far, of_lane(factors, quad + 1), sums)
+        sums = add_chunk(memory.words, at + 2 * far, of_lane(factors, quad + 2), sums)
+        sums = add_chunk(memory.words, at + 3 * far, of_lane(factors, quad + 3), sums)
+        at, own = np.int32(at + 4 * far), np.int32(own + 4 * ahead)
+        part, end = np.int32(part + 4 * step), uncounted(end + 4 * step)
+    mark = np.int32(mark + one * part)
+    while part < parts:  # those of a step that has no four for all
+        factors, totals = weigh_part(memory, mark, tops, totals)
+        sums = add_chunk(memory.words, at, factors, sums)
+        at, mark = np.int32(at + far), np.int32(mark + ahead)
+        part = uncounted(part + step)
+    for distance in (1, 2):
+        quarters = plus(quarters, other_lane(quarters, distance))
+    totals = plus(totals, quarters)
+    distance = np.int32(1 << share.bits)
+    while distance < WARP:
+        totals, sums = add_lanes(totals, sums, distance)
+        distance = uncounted(2 * distance)
+    return totals, sums
 
 
 @device
@@ -1615,39 +1673,6 @@ def add_lanes(totals, sums, distance):
 
 
 @device
-def sum_parts(memory, share, at, mark, part, tops):
-    """Totals and sums of all parts of a chunk, in its rows.
-
-    at, mark, part : the chunk in the lane's first part, its mark, its number
-    """
-    parts, step = share.parts, np.int32(WARP >> share.bits)
-    far = np.int32(4 * share.chunks * step)
-    ahead = np.int32((MARKS * share.units + GAP) * step)
-    totals, s = (ZERO, ZERO), NOTHING
-    part = np.int32(part + 3 * step)
-    while part < parts:  # four at once, of which this is the last
-        totals, s = add_part(memory, at, mark, tops, totals, s)
-        totals, s = add_part(memory, at + far, mark + ahead, tops, totals, s)
-        totals, s = add_part(memory, at + 2 * far, mark + 2 * ahead, tops, totals, s)
-        totals, s = add_part(memory, at + 3 * far, mark + 3 * ahead, tops, totals, s)
-        at, mark = np.int32(at + 4 * far), np.int32(mark + 4 * ahead)
-        part = uncounted(part + 4 * step)
-    part = np.int32(part - 2 * step)
-    if part < parts:  # two more
-        totals, s = add_part(memory, at, mark, tops, totals, s)
-        totals, s = add_part(memory, at + far, mark + ahead, tops, totals, s)
-        at, mark = np.int32(at + 2 * far), np.int32(mark + 2 * ahead)
-        part = np.int32(part + 2 * step)
-    if part - step < parts:  # the last one
-        totals, s = add_part(memory, at, mark, tops, totals, s)
-    distance = np.int32(1 << share.bits)
-    while distance < WARP:
-        totals, s = add_lanes(totals, s, distance)
-        distance = uncounted(2 * distance)
-    return totals, s
-
-
-@device
 def merge_chunks(memory, number, share, barrier, out, lse):
     """Sum any share and write it, piece by piece.
 
@@ -1656,25 +1681,25 @@ def merge_chunks(memory, number, share, barrier, out, lse):
     """
     lane = np.int32(number & 31)
     n = np.int32((number >> 5 << share.bits) + (lane & ((1 << share.bits) - 1)))
-    # Of a lane's chunks, rows g, g + 8 and columns 2t … of 16 are the same.
-    g, t = np.int32((share.begin + n) >> 2 & 7), np.int32((share.begin + n) & 3)
+    one = np.int32((MARKS * share.units + GAP) >> 1)
     # The warp's first chunk, and how many chunks of the share have come.
     warp_n, arrived = np.int32(number >> 5 << share.bits), np.int32(0)
     while warp_n < share.chunks:
         if warp_n >= arrived:
             arrived, barrier = np.int32(arrived + share.piece), np.int32(barrier + 1)
             mbarrier_wait(memory.barriers, barrier, 0)
-        chunk = np.int32(share.begin + n)
-        unit = np.int32((chunk >> UNIT_BITS) - (share.begin >> UNIT_BITS))
-        part = np.int32(lane >> share.bits if n < share.chunks else share.parts)
-        mark = np.int32(PART_MARKS + MARKS * unit + 2 * g)
-        tops = find_tops(memory, share, mark, part)
-        at = np.int32(FETCHED + 4 * (share.chunks * part + n))
-        mark = np.int32(mark + (MARKS * share.units + GAP) * part)
-        totals, sums = sum_parts(memory, share, at, mark, part, tops)
-        if part == 0:
-            unit = np.int32(chunk >> UNIT_BITS)
+        # Lanes beyond the end do what the last ones do, so that all can shuffle.
+        inside = np.int32(min(n, np.int32(share.chunks - 4 + (lane & 3))))
+        chunk = np.int32(share.begin + inside)
+        unit, g = np.int32(chunk >> UNIT_BITS), np.int32(chunk >> 2 & 7)
+        before = np.int32(unit - (share.begin >> UNIT_BITS))  # of the share's units
+        mark = np.int32(((PART_MARKS + MARKS * before) >> 1) + g)
+        tops = find_tops(memory, share, mark, one, lane)
+        at = np.int32(FETCHED + 4 * inside)
+        totals, sums = sum_parts(memory, share, at, mark, one, lane, tops)
+        if n < share.chunks and lane >> share.bits == 0:
             row = np.int32(ROWS * share.row_tile + 16 * (unit >> 1) + g)
+            t = lane & 3
             column = np.int32(256 * (unit & 1) + 16 * (chunk >> 5 & 15) + 2 * t)
             write_chunk(out, lse, share.request, row, column, sums, tops, totals)
         n = np.int32(n + (CONSUMERS // WARP << share.bits))
@@ -1746,7 +1771,8 @@ def write_merges(memory, counters, prefix_lens, room, lse, n_rows, row_tiles, la
     """
     ints = memory.ints
     workers, rest, length = ints[WORKERS], ints[REST], ints[PART_LENGTH]
-    begin = ints[REST_AT] + cut(rest, workers, np.int32(cuda.blockIdx.x))
+    worker = word(ints, WORKER)
+    begin = ints[REST_AT] + cut(rest, workers, worker)
     tile_begin = np.int32(begin + length)
     n = np.int32(0)
     while n < 2:
@@ -1763,9 +1789,9 @@ def write_merges(memory, counters, prefix_lens, room, lse, n_rows, row_tiles, la
                 tile_at = tile_begin - ints[REST_AT]
                 first = owner(rest, workers, tile_at)
                 parts = np.int32(owner(rest, workers, tile_at + tiles - 1) - first + 1)
-                mine = np.int32(np.int32(cuda.blockIdx.x) - first)
+                mine = np.int32(worker - first)
                 end = cut(rest, workers, np.int32(first + parts))
-                grain = np.int32(1)  # of shares, in chunks
+                grain = np.int32(4)  # of shares, in chunks: all of the same rows
                 if n == 0 and parts <= KEEPERS and end == tile_at + tiles:
                     kept, grain = mine, np.int32(UNIT)
                 # Bands without rows are nobody's.
@@ -1793,7 +1819,7 @@ def write_merges(memory, counters, prefix_lens, room, lse, n_rows, row_tiles, la
         n = uncounted(n + 1)
     if lane == 0:
         # Atomic, because others look at it at the same time.
-        ints[LAUNCHES] = cuda.atomic.add(counters, np.int32(cuda.blockIdx.x), 0)
+        ints[LAUNCHES] = cuda.atomic.add(counters, worker, 0)
     cuda.syncwarp()  # all of it is written down
 
 
@@ -1807,7 +1833,7 @@ def merge_parts(memory, number, posted, marks, counters, out, lse):
     bar_sync(BOTH, CONSUMERS)  # all threads have posted
     if number == 0:
         fence_acq_rel_gpu()  # what the block posted comes before its count
-        cuda.atomic.add(counters, np.int32(cuda.blockIdx.x), 1)
+        cuda.atomic.add(counters, word(memory.ints, WORKER), 1)
     at, barrier = np.int32(MERGES), np.int32(MERGING)
     while shares and at < MERGES + 2 * MERGE:
         share = read_share(memory.ints, at)
@@ -1861,7 +1887,7 @@ def wgmma_kernel(
     group = np.int32(number >> 7)
     n_rows = np.int32(visibility.shape[1])
     row_tiles = np.int32((lse.shape[1] + ROWS - 1) // ROWS)
-    worker, blocks = np.int32(cuda.blockIdx.x), np.int32(cuda.gridDim.x)
+    block, blocks = np.int32(cuda.blockIdx.x), np.int32(cuda.gridDim.x)
     lane = np.int32(number & 31)
     if group == 2:
         setmaxnreg_dec(LOADER_REGISTERS)
@@ -1871,7 +1897,7 @@ def wgmma_kernel(
             fence_proxy_tensormap(cache_map, 0)
         if warp == 1:
             write_plan(
-                memory.ints, prefix_lens, room, n_rows, row_tiles, n_splits, worker,
+                memory.ints, prefix_lens, room, n_rows, row_tiles, n_splits, block,
                 blocks, lane,
             )  # fmt: skip
         bar_sync(PLANNED, THREADS)  # the mbarriers are ready, and the plan
@@ -1948,7 +1974,7 @@ def wgmma_kernel(
             if left == 0:  # its last part
                 mbarrier_wait(memory.barriers, MERGES_KNOWN, 0)
                 keeps = memory.ints[KEPT] >= 0
-            place = np.int32(2 * worker + (1 if begins else 0))
+            place = np.int32(2 * word(memory.ints, WORKER) + (1 if begins else 0))
             rows = np.int32(lse.shape[1] - row + thread.row)
             post(memory, sums, top, total, posted, marks, place, number, rows, keeps)
     merge_parts(memory, number, posted, marks, counters, out, lse)
