@@ -1,20 +1,24 @@
-"""Variants of the wgmma kernel leave out what they say."""
+"""Variants of the wgmma kernel leave out what they say, and are timed like the rest."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from numba import cuda
 from test_verify_attn import SCALE, dense
 from test_verify_attn_bf16 import bf16_case
 from test_verify_attn_wgmma import _ptx
 
-from ddtree_numba import backend
-from ddtree_numba.bench import left_out
+from ddtree_numba import backend, bench, cli
+from ddtree_numba.bench import cases, left_out
+from ddtree_numba.bench.rows import Row, RowFile
 from ddtree_numba.emulator import emulate
 from ddtree_numba.emulator.bulk import Box, Bulk
 from ddtree_numba.kernels import verify_attn as verify_attn_module
 from ddtree_numba.kernels import verify_attn_wgmma
 from ddtree_numba.kernels.verify_attn import verify_attn
+from ddtree_numba.viz import left_out_figure
 
 UNWRITTEN = np.iinfo(np.uint32).max
 
@@ -129,3 +133,143 @@ def test_what_is_left_out_remains_in_the_kernel():
         assert ".local" not in ptx and ".f64" not in ptx
         counts[variant] = [ptx.count(name) for name in what]
     assert counts["no sums"] == counts["no queries"] == counts["whole"]
+
+
+# -------------------------------------------------------------------------------- times
+
+TIMES = {"whole": 20, "no sums": 17, "no merge": 15, "no post": 12.5, "plan only": 2}
+TIMES |= {"no queries": 19}  # made up
+
+
+def rows(shapes=("(1,2,3,40) bf16", "(1,1,1,5) bf16"), **changes):
+    return [
+        Row("left_out", variant, shape, us=us, us_low=us, us_high=us, **changes)
+        for shape in shapes
+        for variant, us in TIMES.items()
+    ]
+
+
+def read_back(folder, rows):
+    file = RowFile(folder / "rows.csv")
+    for row in rows:
+        file.write(row)
+    file.close()
+    return bench.load(folder / "rows.csv")
+
+
+def test_the_parts_add_up_to_the_whole(tmp_path):
+    frame = read_back(tmp_path, rows())
+    parts = left_out.parts(frame)
+    assert parts.index.tolist() == ["(1,2,3,40)", "(1,1,1,5)"]  # as they were timed
+    expected = {
+        "launch and plan": 2,
+        "load, products": 10.5,
+        "post": 2.5,
+        "wait and fetch": 2,
+        "sum and write": 3,
+    }
+    assert parts.iloc[0].to_dict() == expected
+    last = left_out.table(frame).splitlines()[-1]
+    assert last.split() == "(1,1,1,5) 2.0 10.5 2.5 2.0 3.0 20.0 1.0".split()
+
+
+def test_a_shape_without_all_variants_has_no_parts(tmp_path):
+    frame = read_back(tmp_path, rows()[1:])
+    assert left_out.parts(frame).index.tolist() == ["(1,1,1,5)"]
+    with pytest.raises(ValueError, match="no shape with all variants"):
+        left_out.parts(frame.iloc[:3])
+
+
+def test_the_picture_has_a_bar_a_shape_and_a_label_a_part(tmp_path):
+    parts = left_out.parts(read_back(tmp_path, rows()))
+    figure, alt_text = left_out_figure(parts)
+    (ax,) = figure.axes
+    assert [bar.get_width() for bar in ax.patches] == [2, 10.5, 2.5, 2, 3] * 2
+    texts = [text.get_text().strip() for text in ax.texts]
+    assert texts == ["2.0", "10.5", "2.5", "2.0", "3.0", "20.0 µs"] * 2
+    legend = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert legend == list(left_out.PARTS)
+    assert "(1,2,3,40) 20.0 µs: launch and plan 2.0, load, products 10.5" in alt_text
+
+
+# ----------------------------------------------------------------------------- command
+
+
+def test_the_whole_comes_first_and_alone_is_checked(monkeypatch):
+    plan = list(cases.left_out_cases("full"))
+    assert [c.version for c in plan] == [*left_out.VARIANTS] * 4
+    assert plan[0].version == "whole"
+
+    def prepared(*given, attend, checked):
+        return checked
+
+    monkeypatch.setattr(cases, "_own_attention", prepared)
+    assert {c.version for c in plan if c.prepare(None)} == {"whole"}
+
+
+@pytest.mark.parametrize(
+    ("problem", "capability", "why"),
+    [("there is none", None, "there is none"), (None, (8, 0), "capability 8.0")],
+)
+def test_without_a_hopper_gpu_the_command_says_so_in_one_line(
+    tmp_path, monkeypatch, capsys, problem, capability, why
+):
+    monkeypatch.setattr(backend, "gpu_problem", lambda: problem)
+    device = SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(cuda, "get_current_device", lambda: device)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench", "--left-out", "--out", str(tmp_path / "new")])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert why in said and said.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+def test_parts_are_left_out_of_no_stage(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench", "--left-out", "--stages", "verify_attn"])
+    assert stopped.value.code == 2
+    assert "not allowed with argument" in capsys.readouterr().err
+
+
+@pytest.fixture
+def _timed_rows(monkeypatch):
+    """Have the command find a card, and measure what `rows` gives."""
+    monkeypatch.setattr(bench, "require_hopper", lambda: None)
+    monkeypatch.setattr(backend, "banner", lambda executor: "a card")
+    monkeypatch.setattr(bench, "measured", lambda todo, progress: rows())
+
+
+@pytest.mark.usefixtures("_timed_rows")
+def test_the_command_writes_rows_and_a_picture_and_prints_parts(tmp_path, capsys):
+    assert cli.main(["bench", "--left-out", "--out", str(tmp_path)]) == 0
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written == {"left_out.csv", "left_out.png"}
+    assert bench.load(tmp_path / "left_out.csv")["us"].tolist() == [*TIMES.values()] * 2
+    assert "10.5" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("_timed_rows")
+def test_a_wrong_whole_has_no_parts(tmp_path, capsys, monkeypatch):
+    wrong = Row("left_out", "whole", "(1,2,3,40) bf16", status="wrong", note="by 1")
+    monkeypatch.setattr(bench, "measured", lambda todo, progress: [wrong, *rows()[1:]])
+    assert cli.main(["bench", "--left-out", "--out", str(tmp_path)]) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["left_out.csv"]
+    assert "wrong: by 1" in capsys.readouterr().out
+
+
+# --------------------------------------------------------------------------------- gpu
+
+
+@pytest.mark.gpu
+def test_all_variants_run_and_the_whole_is_right():
+    if cuda.get_current_device().compute_capability != (9, 0):
+        pytest.skip("wgmma needs compute capability 9.0")
+    plan = list(cases.left_out_cases("tiny"))
+    found = {row.version: row for row in bench.measured(plan, progress=False)}
+    assert list(found) == list(left_out.VARIANTS)
+    for row in found.values():
+        assert row.status == "ok", row
+        assert 0 < row.us_low <= row.us <= row.us_high
+    assert found["whole"].error < 0.1  # checked against the reference, too
+    assert found["plan only"].us < found["whole"].us

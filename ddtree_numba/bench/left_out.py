@@ -33,9 +33,12 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddtree_numba.kernels import verify_attn_wgmma
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 WHOLE, NO_QUERIES = "whole", "no queries"
 
@@ -146,3 +149,50 @@ def in_place(variant: str) -> Iterator[None]:
         yield
     finally:
         verify_attn_wgmma.wgmma_kernel = whole
+
+
+def parts(frame: pd.DataFrame) -> pd.DataFrame:
+    """What each part of the kernel adds to its time.
+
+    Parameters
+    ----------
+    frame : pandas.DataFrame
+        As `ddtree_numba.bench.bench_left_out` makes it.
+
+    Returns
+    -------
+    pandas.DataFrame
+        Microseconds: a line a shape, a column each of `PARTS`. They add up to the
+        time of the whole kernel.
+
+    Raises
+    ------
+    ValueError
+        If there is no shape of which all variants were timed.
+    """
+    times = _times(frame)
+    ends = times[list(PARTS.values())]
+    ends.columns = list(PARTS)
+    # The first column keeps its own time.
+    return ends.diff(axis=1).fillna(ends)
+
+
+def table(frame: pd.DataFrame) -> str:
+    """`parts` as text, with their sum, and what loading the queries adds to that."""
+    times = _times(frame)
+    shown = parts(frame)
+    shown[WHOLE] = times[WHOLE]
+    shown["queries"] = times[WHOLE] - times[NO_QUERIES]
+    return shown.to_string(float_format="{:.1f}".format)
+
+
+def _times(frame: pd.DataFrame) -> pd.DataFrame:
+    """Medians in microseconds: a line a shape, a column a variant."""
+    rows = frame[(frame["stage"] == "left_out") & (frame["us"] > 0)]
+    times = rows.pivot(index="shape", columns="version", values="us")
+    order = list(dict.fromkeys(rows["shape"]))
+    times = times.reindex(index=order, columns=list(VARIANTS)).dropna()
+    if times.empty:
+        raise ValueError("frame has no shape with all variants of stage left_out")
+    times.index = times.index.str.removesuffix(" bf16")
+    return times.rename_axis(index=None, columns=None)
