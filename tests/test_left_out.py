@@ -10,7 +10,7 @@ from test_verify_attn import SCALE, dense
 from test_verify_attn_bf16 import bf16_case
 from test_verify_attn_wgmma import _ptx
 
-from ddtree_numba import backend, bench, cli
+from ddtree_numba import backend, bench, cli, lab
 from ddtree_numba.bench import cases, left_out
 from ddtree_numba.bench.rows import Row, RowFile
 from ddtree_numba.emulator import emulate
@@ -18,6 +18,7 @@ from ddtree_numba.emulator.bulk import Box, Bulk
 from ddtree_numba.kernels import verify_attn as verify_attn_module
 from ddtree_numba.kernels import verify_attn_wgmma
 from ddtree_numba.kernels.verify_attn import verify_attn
+from ddtree_numba.lab import recorded
 from ddtree_numba.viz import left_out_figure
 
 UNWRITTEN = np.iinfo(np.uint32).max
@@ -190,6 +191,14 @@ def test_the_picture_has_a_bar_a_shape_and_a_label_a_part(tmp_path):
     legend = [text.get_text() for text in ax.get_legend().get_texts()]
     assert legend == list(left_out.PARTS)
     assert "(1,2,3,40) 20.0 µs: launch and plan 2.0, load, products 10.5" in alt_text
+
+
+def test_the_lab_says_whose_times_they_are(tmp_path, monkeypatch, capsys):
+    read_back(tmp_path, rows(card="a card"))
+    monkeypatch.setattr(recorded, "data_path", lambda path: tmp_path / "rows.csv")
+    parts = lab.left_out_parts()
+    assert parts.sum(axis=1).tolist() == [20, 20]
+    assert "recorded in data/bench/left_out.csv: one a card" in capsys.readouterr().out
 
 
 # ----------------------------------------------------------------------------- command
