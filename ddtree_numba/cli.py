@@ -48,6 +48,7 @@ examples:
   ddtree demo --figure round.png            draw the first round's tree and mask
   ddtree sweep --out data/bench             tokens per round against the tree's size
   ddtree bench --peers                      time every kernel on this GPU
+  ddtree bench --left-out                   where the fastest attention's time goes
   ddtree refs                               write the golden cases again
 
 Kernels run on the GPU if there is one, else as NumPy; --executor or DDTREE_EXECUTOR
@@ -497,13 +498,21 @@ def _add_bench(commands: Any) -> None:
         "medians of CUDA-graph replays, at once and after a second of load, beside the "
         "card's measured ceilings; write bench.csv, roofline.png and ladder.png.",
     )
-    bench.add_argument(
+    what = bench.add_mutually_exclusive_group()
+    what.add_argument(
         "--stages",
         nargs="+",
         choices=STAGES,
         default=STAGES,
         metavar="STAGE",
         help=f"what to measure, of {', '.join(STAGES)} (default: all)",
+    )
+    what.add_argument(
+        "--left-out",
+        action="store_true",
+        help="instead of stages and peers: where the time of verify_attn's wgmma "
+        "version goes, from its kernel with parts left out, on a Hopper GPU; write "
+        "left_out.csv and left_out.png",
     )
     bench.add_argument(
         "--shapes",
@@ -527,6 +536,8 @@ def _add_bench(commands: Any) -> None:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    if args.left_out:
+        return _bench_left_out(args)
     from ddtree_numba import bench
     from ddtree_numba.viz.roofline import ladder_figure, roofline_figure
 
@@ -534,7 +545,7 @@ def _bench(args: argparse.Namespace) -> int:
         bench.require_gpu()
         _make_folder(args.out)
     print(backend.banner("gpu"), file=sys.stderr)
-    try:
+    with _interrupted(args.out / bench.UNFINISHED):
         frame = bench.bench(
             args.out,
             stages=args.stages,
@@ -542,9 +553,6 @@ def _bench(args: argparse.Namespace) -> int:
             with_peers=args.peers,
             progress=sys.stderr.isatty(),
         )
-    except KeyboardInterrupt:
-        print(f"stopped; rows so far: {args.out / bench.UNFINISHED}", file=sys.stderr)
-        raise
     print(bench.table(frame))
     written = ["bench.csv"]
     if ((frame["stage"] == "verify_attn") & (frame["status"] == "ok")).any():
@@ -555,6 +563,39 @@ def _bench(args: argparse.Namespace) -> int:
         written += figures
     print(f"{', '.join(written)} written to {args.out}", file=sys.stderr)
     return int((frame["status"] == "wrong").any())
+
+
+def _bench_left_out(args: argparse.Namespace) -> int:
+    from ddtree_numba import bench
+    from ddtree_numba.bench import left_out
+    from ddtree_numba.viz import left_out_figure
+
+    with _input_errors():
+        bench.require_hopper()
+        _make_folder(args.out)
+    print(backend.banner("gpu"), file=sys.stderr)
+    with _interrupted(args.out / bench.LEFT_OUT_UNFINISHED):
+        frame = bench.bench_left_out(
+            args.out, shapes=args.shapes, progress=sys.stderr.isatty()
+        )
+    if (frame["status"] != "ok").any():
+        print(bench.table(frame))
+        return 1
+    print(left_out.table(frame))
+    with _whole_file(args.out / "left_out.png") as unfinished:
+        left_out_figure(left_out.parts(frame))[0].savefig(unfinished, dpi=150)
+    print(f"left_out.csv and left_out.png written to {args.out}", file=sys.stderr)
+    return 0
+
+
+@contextmanager
+def _interrupted(unfinished: Path) -> Iterator[None]:
+    """Say where the rows of a run are that is stopped."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"stopped; rows so far: {unfinished}", file=sys.stderr)
+        raise
 
 
 # ------------------------------------------------------------------------------- refs

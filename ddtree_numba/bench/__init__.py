@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from numba import cuda
 from tqdm import tqdm
 
 from ddtree_numba import backend
@@ -32,6 +33,7 @@ STAGES = (
 )
 SHAPES = ("full", "quick", "tiny")
 FINISHED, UNFINISHED = "bench.csv", "bench.partial.csv"
+LEFT_OUT, LEFT_OUT_UNFINISHED = "left_out.csv", "left_out.partial.csv"
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,8 +45,10 @@ __all__ = [
     "SHAPES",
     "STAGES",
     "bench",
+    "bench_left_out",
     "load",
     "require_gpu",
+    "require_hopper",
     "table",
 ]
 
@@ -94,17 +98,50 @@ def bench(
     for stage in stages:
         if stage not in STAGES:
             raise ValueError(f"stage {stage!r} is not one of {', '.join(STAGES)}")
+    _check_shapes(shapes)
+    todo = list(plan.cases(stages, shapes, with_peers))
+    return _record(todo, out / UNFINISHED, out / FINISHED, progress)
+
+
+def bench_left_out(
+    out: Path, *, shapes: str = "full", progress: bool = False
+) -> pd.DataFrame:
+    """Time `verify_attn`'s wgmma version with parts left out, as `bench` times stages.
+
+    `ddtree_numba.bench.left_out` says what is left out, and what the rows mean. They go
+    to ``out/left_out.csv``, in the same way and with the same columns as `bench`'s.
+
+    Raises
+    ------
+    ValueError
+        For a set of shapes that is not known.
+    RuntimeError
+        Without a GPU that can run this version.
+    """
+    require_hopper()
+    from ddtree_numba.bench import cases as plan
+
+    _check_shapes(shapes)
+    todo = list(plan.left_out_cases(shapes))
+    return _record(todo, out / LEFT_OUT_UNFINISHED, out / LEFT_OUT, progress)
+
+
+def _check_shapes(shapes: str) -> None:
     if shapes not in SHAPES:
         raise ValueError(f"shapes {shapes!r} is not one of {', '.join(SHAPES)}")
-    todo = list(plan.cases(stages, shapes, with_peers))
-    partial = out / UNFINISHED
+
+
+def _record(
+    todo: Sequence[Case], partial: Path, finished: Path, progress: bool
+) -> pd.DataFrame:
+    """Measure cases, and write their rows to `partial` until all are there."""
     file = RowFile(partial)
     try:
         for row in measured(todo, progress):
             file.write(row)
     finally:
         file.close()
-    return load(partial.replace(out / FINISHED))
+    return load(partial.replace(finished))
 
 
 def require_gpu(executor: str | None = None) -> None:
@@ -115,6 +152,17 @@ def require_gpu(executor: str | None = None) -> None:
         raise RuntimeError(
             f"only the executor 'gpu' can be timed, but {problem}. The emulator and "
             "NumPy tell what a kernel computes, not how fast it is"
+        )
+
+
+def require_hopper() -> None:
+    """Raise RuntimeError unless kernels run here on a GPU that has `wgmma`."""
+    require_gpu()
+    major, minor = cuda.get_current_device().compute_capability
+    if (major, minor) != (9, 0):
+        raise RuntimeError(
+            f"the card has compute capability {major}.{minor}; version 'wgmma', whose "
+            "parts are left out, needs 9.0"
         )
 
 

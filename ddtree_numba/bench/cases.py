@@ -11,7 +11,7 @@ import numpy as np
 from numba import cuda
 
 from ddtree_numba import backend
-from ddtree_numba.bench import peers
+from ddtree_numba.bench import left_out, peers
 from ddtree_numba.bench.problems import (
     DRAFTED,
     VOCAB,
@@ -61,6 +61,11 @@ SPLIT_SHAPES = {  # B, N, H, S: few row blocks, so that splits must fill the car
     "full": ((1, 33, 64, 2048), (1, 33, 8, 8192), (1, 1, 64, 32768)),
     "quick": ((1, 33, 64, 2048),),
     "tiny": ((1, 5, 8, 96),),
+}
+LEFT_OUT_SHAPES = {  # B, N, H, S: those whose row tiles are all cut
+    "full": ((1, 33, 64, 2048), (1, 1, 64, 32768), (1, 33, 8, 8192), (1, 33, 16, 8192)),
+    "quick": ((1, 33, 64, 2048),),
+    "tiny": ((1, 1, 64, 2048),),
 }
 SPLIT_TILE = 32  # keys of a tile of version "mma" on cards with room for it
 SPLITS = (1, 2, 4, 8, 16, 32, 64)
@@ -140,6 +145,17 @@ def cases(stages: Sequence[str], shapes: str, with_peers: bool) -> Iterator[Case
         for batch, n_draft_nodes in TREE_SHAPES[shapes]:
             yield from _single_tree_stages(batch, n_draft_nodes)
         yield from _single_target_stages(LAYERS[shapes][-1])
+
+
+def left_out_cases(shapes: str) -> Iterator[Case]:
+    """The rows of `ddtree_numba.bench.bench_left_out`: shape by shape, the whole first.
+
+    Rates of what is wrong mean nothing, so there is no work to count.
+    """
+    for shape in LEFT_OUT_SHAPES[shapes]:
+        for variant in left_out.VARIANTS:
+            prepare = partial(_left_out, shape, variant)
+            yield Case("left_out", variant, _shape_name(shape), Work(), prepare)
 
 
 # ---------------------------------------------------------------------------- ceilings
@@ -318,16 +334,30 @@ def _own_attention(
     options: dict[str, Any],
     memory: str,
     recorder: Recorder,
+    *,
+    attend: Callable = verify_attn,
+    checked: bool = True,
 ) -> Ready:
     problem = attention_problem(shape)
     lens = np.full(shape[0], problem.prefix_len, np.int32)
     host = (problem.q, problem.kv_cache, lens, problem.visibility)
     count = cold_sets(problem.kv_cache.nbytes) if memory == "cold" else 1
     options = {**options, "sm_scale": problem.sm_scale, "d_latent": problem.d_latent}
-    run = partial(verify_attn, **options)
+    run = partial(attend, **options)
     launches = _in_workspace(recorder, run, _sets(count, *host))
-    error = problem.check(*_results(launches[0], recorder))
+    error = problem.check(*_results(launches[0], recorder)) if checked else np.nan
     return Ready(launches, error)
+
+
+def _left_out(
+    shape: tuple[int, int, int, int], variant: str, recorder: Recorder
+) -> Ready:
+    def attend(*inputs: Any, **options: Any) -> Any:
+        with left_out.in_place(variant):
+            return verify_attn(*inputs, **options)
+
+    how, checked = {"version": "wgmma"}, variant == left_out.WHOLE
+    return _own_attention(shape, how, "warm", recorder, attend=attend, checked=checked)
 
 
 def _peer_attention(

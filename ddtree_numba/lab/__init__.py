@@ -19,9 +19,18 @@ from numba import config
 from ddtree_numba import backend
 from ddtree_numba.lab.exercise import find
 from ddtree_numba.lab.grading import FAILED, PASSED, UNWRITTEN, Result, grade
-from ddtree_numba.lab.recorded import measurements
+from ddtree_numba.lab.recorded import left_out_parts, measurements
 
-__all__ = ["Result", "check", "grade", "hint", "measurements", "reveal", "start"]
+__all__ = [
+    "Result",
+    "check",
+    "grade",
+    "hint",
+    "left_out_parts",
+    "measurements",
+    "reveal",
+    "start",
+]
 
 _MARKS = {PASSED: "✓", UNWRITTEN: "·"}
 _hints: dict[str, Any] = {}

@@ -12,7 +12,7 @@ from ddtree_numba._data import data_path
 if TYPE_CHECKING:
     import pandas as pd
 
-RECORDED = "bench/bench.csv"
+RECORDED, LEFT_OUT = "bench/bench.csv", "bench/left_out.csv"
 
 
 def recorded() -> pd.DataFrame:
@@ -48,12 +48,34 @@ def measurements(where: str, stages: Sequence[str] | None = None) -> pd.DataFram
         how = "measured now"
     else:
         frame, how = recorded(), f"recorded in data/{RECORDED}"
+    _say_whose(frame, how)
+    return frame
+
+
+def _say_whose(frame: pd.DataFrame, how: str) -> None:
     first = frame.iloc[0]
     print(
         f"Times {how}: one {first['card']}, driver {first['driver']}, "
         f"numba-cuda {first['numba_cuda']}, {first['date']}"
     )
-    return frame
+
+
+def left_out_parts() -> pd.DataFrame:
+    """What each part of the wgmma kernel adds to its time; prints whose time it is.
+
+    Recorded, on a GPU too: `ddtree bench --left-out` compiles the kernel six times.
+
+    Returns
+    -------
+    pandas.DataFrame
+        As `ddtree_numba.bench.left_out.parts` makes it.
+    """
+    from ddtree_numba import bench
+    from ddtree_numba.bench import left_out
+
+    frame = bench.load(data_path(LEFT_OUT))
+    _say_whose(frame, f"recorded in data/{LEFT_OUT}")
+    return left_out.parts(frame)
 
 
 def split_times(

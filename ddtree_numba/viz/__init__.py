@@ -10,6 +10,7 @@ from ddtree_numba.viz.film import show_film
 from ddtree_numba.viz.heap import heap_animation, heap_figure
 from ddtree_numba.viz.lanes import lanes_figure
 from ddtree_numba.viz.ledger import ledger_figure, mla_ledger
+from ddtree_numba.viz.left_out import left_out_figure
 from ddtree_numba.viz.link import link_figure
 from ddtree_numba.viz.masks import mask_figure, round_figure
 from ddtree_numba.viz.memory import memory_figure
@@ -37,6 +38,7 @@ __all__ = [
     "ladder_figure",
     "lanes_figure",
     "ledger_figure",
+    "left_out_figure",
     "link_figure",
     "mask_figure",
     "memory_figure",
