@@ -271,14 +271,14 @@ def test_a_wrong_whole_has_no_parts(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_all_variants_run_and_the_whole_is_right():
+@pytest.mark.parametrize("variant", left_out.VARIANTS)
+def test_every_variant_runs_and_the_whole_is_right(variant):
     if cuda.get_current_device().compute_capability != (9, 0):
         pytest.skip("wgmma needs compute capability 9.0")
-    plan = list(cases.left_out_cases("tiny"))
-    found = {row.version: row for row in bench.measured(plan, progress=False)}
-    assert list(found) == list(left_out.VARIANTS)
-    for row in found.values():
-        assert row.status == "ok", row
-        assert 0 < row.us_low <= row.us <= row.us_high
-    assert found["whole"].error < 0.1  # checked against the reference, too
-    assert found["plan only"].us < found["whole"].us
+    plan = [case for case in cases.left_out_cases("tiny") if case.version == variant]
+    (row,) = bench.measured(plan, progress=False)
+    assert row.status == "ok", row
+    if variant == left_out.WHOLE:
+        assert row.error < 0.1  # checked against the reference, too
+    else:
+        assert np.isnan(row.error)
