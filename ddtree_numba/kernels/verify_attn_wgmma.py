@@ -58,7 +58,8 @@ them, for three blocks::
     block 2                cccccc        eeee   part 1 of e
 
 Where all row tiles of one request are cut into equally many parts, two blocks beside
-each other have the same part of two row tiles: they ask for the same keys together.
+each other have the same part of two row tiles: they ask for the same keys together. So
+a block has two numbers: its own, and that of its part along the line, the *worker*.
 
 Merging. Whole row tiles are written at once. Of others a block posts its part (sums,
 references, totals, scales) in global memory and counts that; then it merges a share of
@@ -180,7 +181,7 @@ BARRIERS_END = MERGING + 2 * ARRIVALS
 # Behind them what `write_plan` and `write_merges` write, in int32.
 ROUNDS = 2 * BARRIERS_END
 WORKERS, REST_AT, REST, PART_LENGTH, PART_AT = range(ROUNDS + 1, ROUNDS + 6)
-WORKER = PART_AT + 3  # whose part of the rest, along the line, the block has
+WORKER = PART_AT + 3  # the block's number along the line
 LAUNCHES = WORKER + 1  # that have posted the block's parts before
 MERGES = LAUNCHES + 1  # of two row tiles: a `Share` each
 # When all tiles of keys are done with, in 32 bits over the queries and the even tile: a
@@ -261,7 +262,7 @@ class Share(NamedTuple):
     """What a block merges of a row tile; 0 parts if it has none to merge."""
 
     parts: Any
-    first: Any  # block of the first part
+    first: Any  # worker of the first part
     request: Any
     row_tile: Any
     begin: Any  # first chunk …
@@ -371,8 +372,8 @@ def line_offset(row_tile, prefix_lens, room, n_rows, row_tiles, lane):
 def plan(prefix_lens, room, n_rows, row_tiles, n_splits, blocks, lane):
     """How the line is shared out; by a warp.
 
-    Returns (rounds of whole row tiles, blocks that get a part of the rest, where the
-    rest begins, its length).
+    Returns (rounds of whole row tiles, workers: blocks that get a part of the rest,
+    where the rest begins, its length).
     """
     total, longest = survey(prefix_lens, room, n_rows, lane)
     tiles = np.int32(np.int32(prefix_lens.size) * row_tiles)
@@ -455,8 +456,8 @@ def part_of_one(prefix_lens, room, n_rows, row_tiles, block, blocks):
     Two blocks beside each other begin together, and are near each other. They get the
     same part of two row tiles: so they ask for the same keys at the same time.
 
-    Returns (parts, or 0 if it is otherwise, tiles of keys, `WORKER`, row tile, the
-    part's first tile of keys, how many).
+    Returns (parts, or 0 if `plan` has to be asked; the request's tiles of keys; the
+    block's worker, row tile, first tile of keys, and how many of them).
     """
     tiles = key_tiles(prefix_lens, np.int32(0), room, n_rows)
     most = div_u32(blocks, row_tiles)
@@ -464,7 +465,9 @@ def part_of_one(prefix_lens, room, n_rows, row_tiles, block, blocks):
     pair = div_u32(block >> 1, parts)
     row_tile = np.int32(2 * pair + (block & 1))
     part = np.int32((block >> 1) - pair * parts)
-    if row_tile >= row_tiles & -2:  # the last one of an odd number, or none
+    # Behind the pairs: blocks of the last of an odd number, and those that get nothing,
+    # whose part does not exist.
+    if row_tile >= row_tiles & -2:
         row_tile = np.int32(row_tiles - 1)
         part = np.int32(block - row_tile * parts)
     begin, end = cut(tiles, parts, part), cut(tiles, parts, part + 1)
@@ -1436,7 +1439,7 @@ def read_share(ints, at):
 
 @device
 def place_of(part, first):
-    """A part's place: its block's second one if it begins the row tile, else first."""
+    """A part's place: its worker's second one if it begins the row tile, else first."""
     return np.int32(2 * (first + part) + (1 if part == 0 else 0))
 
 
@@ -1713,11 +1716,11 @@ def merge(memory, number, share, barrier, posted, marks, counters, out, lse):
     # fetched as soon as it is posted.
     lane, lanes = number & 31, np.int32(share.parts + 7) >> 3
     part = np.int32((number >> 5) * lanes + lane)
-    block = np.int32(share.first + part)
+    worker = np.int32(share.first + part)
     count = np.int32(memory.ints[LAUNCHES] + 1)
     waits = lane < lanes and part < share.parts
     while cuda.any_sync(FULL_WARP, waits):
-        if waits and has_reached(counters, block, count) != 0:
+        if waits and has_reached(counters, worker, count) != 0:
             fetch_part(memory, share, part, barrier, posted, marks)
             waits = False
     mbarrier_wait(memory.barriers, barrier, 0)
@@ -1874,7 +1877,7 @@ def wgmma_kernel(
     lse,  # out [B, R] f32
     posted,  # out [2·blocks · POSTED] u32: parts of row tiles that were cut …
     marks,  # out [2·blocks · POSTED_MARKS] f32: … their references, totals, scales
-    counters,  # [blocks] i32: all equal; one more each afterwards
+    counters,  # [blocks] i32: a worker each, all equal; one more each afterwards
 ):
     memory = Memory(
         cuda.shared.array(0, np.uint16, alignment=1024),
@@ -1969,7 +1972,7 @@ def wgmma_kernel(
                 memory.floats, number, sums, top, total, out, lse, this_b, row, thread.t
             )
         else:
-            # What continues a row tile goes into the first of a block's two places.
+            # What continues a row tile goes into the first of a worker's two places.
             keeps = False
             if left == 0:  # its last part
                 mbarrier_wait(memory.barriers, MERGES_KNOWN, 0)
