@@ -1468,30 +1468,50 @@ def fetch_part(memory, share, part, barrier, posted, marks):
         to = uncounted(to + share.piece)
 
 
+# A *pair* is two float32, of a chunk's two rows. Places of pairs are in 64 bits.
+
+
 @device
 def load_pair(memory, at):
-    """Two neighbouring float32 by one load; at : of the pair, in 64 bits."""
+    """A pair by one load."""
     both = memory.barriers[np.uint32(at)]
     first = cuda.libdevice.int_as_float(np.int32(both))
     return first, cuda.libdevice.int_as_float(np.int32(both >> np.uint64(32)))
 
 
 @device
-def plus(x, y):
-    """The sums of two pairs."""
+def add_pairs(x, y):
+    """The sum of two pairs."""
     return x[0] + y[0], x[1] + y[1]
 
 
 @device
-def higher(x, y):
-    """The larger ones of two pairs."""
+def max_pairs(x, y):
+    """The larger one of two pairs, row by row."""
     fmax = cuda.libdevice.fmaxf
     return fmax(x[0], y[0]), fmax(x[1], y[1])
 
 
 @device
+def pair_across(pair, distance):
+    """The pair of the lane so far away."""
+    first = cuda.shfl_xor_sync(FULL_WARP, pair[0], distance)
+    return first, cuda.shfl_xor_sync(FULL_WARP, pair[1], distance)
+
+
+@device
+def pair_of(pair, lane):
+    """The pair of a lane."""
+    first = cuda.shfl_sync(FULL_WARP, pair[0], lane)
+    return first, cuda.shfl_sync(FULL_WARP, pair[1], lane)
+
+
+@device
 def weigh_part(memory, mark, tops, totals):
-    """What a part's posted sums in two rows are multiplied by; the totals with its."""
+    """What a part's posted sums are multiplied by, and the totals with the part's.
+
+    mark : of the part's references in the two rows
+    """
     own0, own1 = load_pair(memory, mark)
     total0, total1 = load_pair(memory, mark + TOTAL_MARKS // 2)
     scale0, scale1 = load_pair(memory, mark + SCALE_MARKS // 2)
@@ -1548,7 +1568,7 @@ def merge_units(memory, number, share, barrier, out, lse):
     unit = np.int32(share.begin >> UNIT_BITS)
     end = np.int32((share.begin + share.chunks) >> UNIT_BITS)
     first_mark = np.int32((PART_MARKS >> 1) + (number >> 2 & 7))
-    step = np.int32((MARKS * share.units + GAP) >> 1)
+    apart = np.int32((MARKS * share.units + GAP) >> 1)
     while unit < end:
         barrier = np.int32(barrier + 1)
         mbarrier_wait(memory.barriers, barrier, 0)
@@ -1556,8 +1576,8 @@ def merge_units(memory, number, share, barrier, out, lse):
         part, mark = np.int32(0), first_mark
         # A loop that nobody can count is written once.
         while cuda.any_sync(FULL_WARP, part < share.parts):
-            tops = higher(tops, load_pair(memory, mark))
-            part, mark = np.int32(part + 1), np.int32(mark + step)
+            tops = max_pairs(tops, load_pair(memory, mark))
+            part, mark = np.int32(part + 1), np.int32(mark + apart)
         a, b = NOTHING, NOTHING
         part, source, mark = np.int32(0), here, first_mark
         while cuda.any_sync(FULL_WARP, part < share.parts):
@@ -1565,7 +1585,7 @@ def merge_units(memory, number, share, barrier, out, lse):
             a = add_chunk(memory.words, source, factors, a)
             b = add_chunk(memory.words, source + 2 * UNIT, factors, b)
             source = np.int32(source + 4 * share.chunks)
-            part, mark = np.int32(part + 1), np.int32(mark + step)
+            part, mark = np.int32(part + 1), np.int32(mark + apart)
         row = np.int32(ROWS * share.row_tile + 16 * (unit >> 1) + (number >> 2 & 7))
         column = np.int32(256 * (unit & 1) + 16 * (number >> 5) + 2 * (number & 3))
         request = share.request
@@ -1577,93 +1597,34 @@ def merge_units(memory, number, share, barrier, out, lse):
 
 
 @device
-def other_lane(pair, distance):
-    """What the lane so far away has of two float32."""
-    first = cuda.shfl_xor_sync(FULL_WARP, pair[0], distance)
-    return first, cuda.shfl_xor_sync(FULL_WARP, pair[1], distance)
-
-
-@device
-def of_lane(pair, lane):
-    """What a lane has of two float32."""
-    first = cuda.shfl_sync(FULL_WARP, pair[0], lane)
-    return first, cuda.shfl_sync(FULL_WARP, pair[1], lane)
-
-
-@device
-def find_tops(memory, share, mark, one, lane):
+def find_tops(memory, share, mark, apart, lane):
     """The largest references of any part in a chunk's rows.
 
-    Lanes with the same rows look at a part each: four beside each other, and those that
-    share the chunks of these.
+    Each lane that has these rows looks at other parts: four lanes beside each other
+    have them, and those that share the chunks of these four.
 
-    mark : of part 0 in these rows, in 64 bits; one : from a part to the next
+    mark : of part 0 in these rows; apart : from a part's marks to the next one's
     """
     step = np.int32(4 * WARP >> share.bits)
     part = np.int32((lane >> share.bits << 2) + (lane & 3))
     tops = NO_TOP, NO_TOP
     while part < share.parts:
-        tops = higher(tops, load_pair(memory, np.int32(mark + one * part)))
-        part = uncounted(part + step)
-    tops = higher(tops, other_lane(tops, 1))
-    tops = higher(tops, other_lane(tops, 2))
-    distance = np.int32(1 << share.bits)
-    while distance < WARP:
-        tops, distance = (
-            higher(tops, other_lane(tops, distance)),
-            uncounted(2 * distance),
-        )
-    return tops
-
-
-@device
-def sum_parts(memory, share, at, mark, one, lane, tops):
-    """Totals and sums of all parts of a chunk, in its rows.
-
-    A lane has every 32 / 2^bits-th part, four of them in a step. Four lanes beside each
-    other have the same rows: each weighs one of the four parts, for all.
-
-    at, mark, one : of the chunk in part 0; the others as for `find_tops`
-    """
-    parts, step = share.parts, np.int32(WARP >> share.bits)
-    part, quad = np.int32(lane >> share.bits), lane & 28
-    at = np.int32(at + 4 * share.chunks * part)
-    far, ahead = np.int32(4 * share.chunks * step), np.int32(one * step)
-    own = np.int32(mark + one * part + ahead * (lane & 3))
-    quarters, totals, sums = (ZERO, ZERO), (ZERO, ZERO), NOTHING
-    end = np.int32(4 * step)
-    while cuda.any_sync(FULL_WARP, end <= parts):
-        factors, quarters = weigh_part(memory, own, tops, quarters)
-        sums = add_chunk(memory.words, at, of_lane(factors, quad), sums)
-        sums = add_chunk(memory.words, at + far, of_lane(factors, quad + 1), sums)
-        sums = add_chunk(memory.words, at + 2 * far, of_lane(factors, quad + 2), sums)
-        sums = add_chunk(memory.words, at + 3 * far, of_lane(factors, quad + 3), sums)
-        at, own = np.int32(at + 4 * far), np.int32(own + 4 * ahead)
-        part, end = np.int32(part + 4 * step), uncounted(end + 4 * step)
-    mark = np.int32(mark + one * part)
-    while part < parts:  # those of a step that has no four for all
-        factors, totals = weigh_part(memory, mark, tops, totals)
-        sums = add_chunk(memory.words, at, factors, sums)
-        at, mark = np.int32(at + far), np.int32(mark + ahead)
+        tops = max_pairs(tops, load_pair(memory, np.int32(mark + apart * part)))
         part = uncounted(part + step)
     for distance in (1, 2):
-        quarters = plus(quarters, other_lane(quarters, distance))
-    totals = plus(totals, quarters)
+        tops = max_pairs(tops, pair_across(tops, distance))
     distance = np.int32(1 << share.bits)
     while distance < WARP:
-        totals, sums = add_lanes(totals, sums, distance)
+        tops = max_pairs(tops, pair_across(tops, distance))
         distance = uncounted(2 * distance)
-    return totals, sums
+    return tops
 
 
 @device
 def add_lanes(totals, sums, distance):
     """Totals and sums, with those of the lane so far away."""
-    x, y = totals
     a, b, c, d, e, f, g, h = sums
-    x += cuda.shfl_xor_sync(FULL_WARP, x, distance)
-    y += cuda.shfl_xor_sync(FULL_WARP, y, distance)
-    return (x, y), (
+    return add_pairs(totals, pair_across(totals, distance)), (
         a + cuda.shfl_xor_sync(FULL_WARP, a, distance),
         b + cuda.shfl_xor_sync(FULL_WARP, b, distance),
         c + cuda.shfl_xor_sync(FULL_WARP, c, distance),
@@ -1676,6 +1637,49 @@ def add_lanes(totals, sums, distance):
 
 
 @device
+def sum_parts(memory, share, at, mark, apart, lane, tops):
+    """Totals and sums of all parts of a chunk, in its rows.
+
+    A lane has every 32 / 2^bits-th part, and takes four of them in a step. Four lanes
+    beside each other, a *quad*, have the same rows and so need the same factors: each
+    weighs one of the four parts, for all.
+
+    at : of the chunk in part 0; mark, apart : as for `find_tops`
+    """
+    parts, sharing = share.parts, np.int32(WARP >> share.bits)
+    part, quad = np.int32(lane >> share.bits), lane & 28
+    at = np.int32(at + 4 * share.chunks * part)
+    # From a part of the lane to its next one: chunks, and marks.
+    far, ahead = np.int32(4 * share.chunks * sharing), np.int32(apart * sharing)
+    own = np.int32(mark + apart * part + ahead * (lane & 3))
+    # Totals: the lane's quarter of its quad's, and those of parts after the loop.
+    quarters, totals, sums = (ZERO, ZERO), (ZERO, ZERO), NOTHING
+    end = np.int32(4 * sharing)
+    while cuda.any_sync(FULL_WARP, end <= parts):
+        factors, quarters = weigh_part(memory, own, tops, quarters)
+        sums = add_chunk(memory.words, at, pair_of(factors, quad), sums)
+        sums = add_chunk(memory.words, at + far, pair_of(factors, quad + 1), sums)
+        sums = add_chunk(memory.words, at + 2 * far, pair_of(factors, quad + 2), sums)
+        sums = add_chunk(memory.words, at + 3 * far, pair_of(factors, quad + 3), sums)
+        at, own = np.int32(at + 4 * far), np.int32(own + 4 * ahead)
+        part, end = np.int32(part + 4 * sharing), uncounted(end + 4 * sharing)
+    mark = np.int32(mark + apart * part)
+    while part < parts:  # up to four more, but not four for every lane
+        factors, totals = weigh_part(memory, mark, tops, totals)
+        sums = add_chunk(memory.words, at, factors, sums)
+        at, mark = np.int32(at + far), np.int32(mark + ahead)
+        part = uncounted(part + sharing)
+    for distance in (1, 2):
+        quarters = add_pairs(quarters, pair_across(quarters, distance))
+    totals = add_pairs(totals, quarters)
+    distance = np.int32(1 << share.bits)
+    while distance < WARP:
+        totals, sums = add_lanes(totals, sums, distance)
+        distance = uncounted(2 * distance)
+    return totals, sums
+
+
+@device
 def merge_chunks(memory, number, share, barrier, out, lse):
     """Sum any share and write it, piece by piece.
 
@@ -1683,23 +1687,24 @@ def merge_chunks(memory, number, share, barrier, out, lse):
     it, each with every second to eighth part.
     """
     lane = np.int32(number & 31)
+    # The lane's chunk of the share, which others may have too.
     n = np.int32((number >> 5 << share.bits) + (lane & ((1 << share.bits) - 1)))
-    one = np.int32((MARKS * share.units + GAP) >> 1)
+    apart = np.int32((MARKS * share.units + GAP) >> 1)
     # The warp's first chunk, and how many chunks of the share have come.
     warp_n, arrived = np.int32(number >> 5 << share.bits), np.int32(0)
     while warp_n < share.chunks:
         if warp_n >= arrived:
             arrived, barrier = np.int32(arrived + share.piece), np.int32(barrier + 1)
             mbarrier_wait(memory.barriers, barrier, 0)
-        # Lanes beyond the end do what the last ones do, so that all can shuffle.
+        # Lanes beyond the end do what the last quad does, so that all can shuffle.
         inside = np.int32(min(n, np.int32(share.chunks - 4 + (lane & 3))))
         chunk = np.int32(share.begin + inside)
         unit, g = np.int32(chunk >> UNIT_BITS), np.int32(chunk >> 2 & 7)
-        before = np.int32(unit - (share.begin >> UNIT_BITS))  # of the share's units
+        before = np.int32(unit - (share.begin >> UNIT_BITS))  # units of the share
         mark = np.int32(((PART_MARKS + MARKS * before) >> 1) + g)
-        tops = find_tops(memory, share, mark, one, lane)
+        tops = find_tops(memory, share, mark, apart, lane)
         at = np.int32(FETCHED + 4 * inside)
-        totals, sums = sum_parts(memory, share, at, mark, one, lane, tops)
+        totals, sums = sum_parts(memory, share, at, mark, apart, lane, tops)
         if n < share.chunks and lane >> share.bits == 0:
             row = np.int32(ROWS * share.row_tile + 16 * (unit >> 1) + g)
             t = lane & 3
@@ -1794,7 +1799,8 @@ def write_merges(memory, counters, prefix_lens, room, lse, n_rows, row_tiles, la
                 parts = np.int32(owner(rest, workers, tile_at + tiles - 1) - first + 1)
                 mine = np.int32(worker - first)
                 end = cut(rest, workers, np.int32(first + parts))
-                grain = np.int32(4)  # of shares, in chunks: all of the same rows
+                # Shares are whole multiples of so many chunks; four are a quad's.
+                grain = np.int32(4)
                 if n == 0 and parts <= KEEPERS and end == tile_at + tiles:
                     kept, grain = mine, np.int32(UNIT)
                 # Bands without rows are nobody's.
