@@ -1600,8 +1600,8 @@ def merge_units(memory, number, share, barrier, out, lse):
 def find_tops(memory, share, mark, apart, lane):
     """The largest references of any part in a chunk's rows.
 
-    Each lane that has these rows looks at other parts: four lanes beside each other
-    have them, and those that share the chunks of these four.
+    Each lane that has these rows looks at other parts: four lanes beside each other, a
+    *quad*, have them, and those that share the chunks of these four.
 
     mark : of part 0 in these rows; apart : from a part's marks to the next one's
     """
@@ -1611,8 +1611,8 @@ def find_tops(memory, share, mark, apart, lane):
     while part < share.parts:
         tops = max_pairs(tops, load_pair(memory, np.int32(mark + apart * part)))
         part = uncounted(part + step)
-    for distance in (1, 2):
-        tops = max_pairs(tops, pair_across(tops, distance))
+    for beside in (1, 2):  # lanes of a quad
+        tops = max_pairs(tops, pair_across(tops, beside))
     distance = np.int32(1 << share.bits)
     while distance < WARP:
         tops = max_pairs(tops, pair_across(tops, distance))
@@ -1640,9 +1640,9 @@ def add_lanes(totals, sums, distance):
 def sum_parts(memory, share, at, mark, apart, lane, tops):
     """Totals and sums of all parts of a chunk, in its rows.
 
-    A lane has every 32 / 2^bits-th part, and takes four of them in a step. Four lanes
-    beside each other, a *quad*, have the same rows and so need the same factors: each
-    weighs one of the four parts, for all.
+    A lane has every 32 / 2^bits-th part, and takes four of them in a step. The lanes of
+    a quad have the same rows and so need the same factors: each weighs one of the four
+    parts, for all.
 
     at : of the chunk in part 0; mark, apart : as for `find_tops`
     """
@@ -1669,8 +1669,8 @@ def sum_parts(memory, share, at, mark, apart, lane, tops):
         sums = add_chunk(memory.words, at, factors, sums)
         at, mark = np.int32(at + far), np.int32(mark + ahead)
         part = uncounted(part + sharing)
-    for distance in (1, 2):
-        quarters = add_pairs(quarters, pair_across(quarters, distance))
+    for beside in (1, 2):  # lanes of the quad
+        quarters = add_pairs(quarters, pair_across(quarters, beside))
     totals = add_pairs(totals, quarters)
     distance = np.int32(1 << share.bits)
     while distance < WARP:
