@@ -138,8 +138,14 @@ def test_what_is_left_out_remains_in_the_kernel():
 
 # -------------------------------------------------------------------------------- times
 
-TIMES = {"whole": 20, "no sums": 17, "no merge": 15, "no post": 12.5, "plan only": 2}
-TIMES |= {"no queries": 19}  # made up
+TIMES = {  # made up, in µs
+    "whole": 20,
+    "no sums": 17,
+    "no merge": 15,
+    "no post": 12.5,
+    "plan only": 2,
+    "no queries": 19,
+}
 
 
 def rows(shapes=("(1,2,3,40) bf16", "(1,1,1,5) bf16"), **changes):
@@ -164,7 +170,7 @@ def test_the_parts_add_up_to_the_whole(tmp_path):
     assert parts.index.tolist() == ["(1,2,3,40)", "(1,1,1,5)"]  # as they were timed
     expected = {
         "launch and plan": 2,
-        "load, products": 10.5,
+        "load and multiply": 10.5,
         "post": 2.5,
         "wait and fetch": 2,
         "sum and write": 3,
@@ -190,7 +196,7 @@ def test_the_picture_has_a_bar_a_shape_and_a_label_a_part(tmp_path):
     assert texts == ["2.0", "10.5", "2.5", "2.0", "3.0", "20.0 µs"] * 2
     legend = [text.get_text() for text in ax.get_legend().get_texts()]
     assert legend == list(left_out.PARTS)
-    assert "(1,2,3,40) 20.0 µs: launch and plan 2.0, load, products 10.5" in alt_text
+    assert "(1,2,3,40) 20.0 µs: launch and plan 2.0, load and multiply 10.5" in alt_text
 
 
 def test_the_lab_says_whose_times_they_are(tmp_path, monkeypatch, capsys):
@@ -234,7 +240,7 @@ def test_without_a_hopper_gpu_the_command_says_so_in_one_line(
     assert not (tmp_path / "new").exists()
 
 
-def test_parts_are_left_out_of_no_stage(capsys):
+def test_left_out_takes_no_stages(capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["bench", "--left-out", "--stages", "verify_attn"])
     assert stopped.value.code == 2

@@ -1,24 +1,26 @@
 """Where the time of `verify_attn` goes: its wgmma kernel, with parts left out.
 
 A kernel cannot be timed from inside without changing it. Instead its own text is
-edited, so that it ends sooner and sooner, and each variant is timed as a kernel:
+edited, so that it ends sooner and sooner, and each variant is timed as a kernel. A
+*part* of the kernel, not of a row tile, is what a variant does beyond the one above it:
 
-========= ======================================================= ===============
-variant   what its blocks do                                      and so add
-========= ======================================================= ===============
-plan only start, and find out which tiles they have               launch and plan
-no post   … load and weigh these: the sums are in registers       load, products
-no merge  … post the sums of row tiles that were cut, count that  post
-no sums   … wait for all parts of their share, and fetch them     wait and fetch
-whole     … sum these, and write the result                       sum and write
-========= ======================================================= ===============
+========= ====================================================== =================
+variant   its blocks                                             the part
+========= ====================================================== =================
+plan only start, and find out which tiles they have              launch and plan
+no post   … load these, weigh, multiply: sums are in registers   load and multiply
+no merge  … post the sums of row tiles that were cut, count that post
+no sums   … wait for their share of those, and fetch it          wait and fetch
+whole     … sum it, and write the result                         sum and write
+========= ====================================================== =================
 
 Differences of neighbours add up to the whole. They say how much sooner the kernel ends
 without a part, not how long that part is busy: what runs beside something longer costs
 nothing here.
 
-Besides, "no queries" loads none; zeros stand in their place. Leftovers would not do:
-their scores may rise from tile to tile, and references be moved all the time.
+Besides, "no queries" is the whole but loads none; zeros stand in their place. Leftovers
+would not do: their scores may rise from tile to tile, and references be moved all the
+time.
 
 **Results of all but "whole" are wrong, on purpose.**
 
@@ -44,7 +46,7 @@ WHOLE, NO_QUERIES = "whole", "no queries"
 
 PARTS = {
     "launch and plan": "plan only",
-    "load, products": "no post",
+    "load and multiply": "no post",
     "post": "no merge",
     "wait and fetch": "no sums",
     "sum and write": WHOLE,
@@ -56,7 +58,7 @@ Edits = tuple[tuple[str, str], ...]
 VARIANTS: dict[str, Edits] = {
     WHOLE: (),
     "no sums": (
-        (  # Every mbarrier of a share gets its arrival, if with nothing to wait for …
+        (  # Every mbarrier of a share gets its arrival, even for 0 bytes …
             "    if n_bytes > 0:\n",
             "    n_bytes = np.int32(max(n_bytes, 0))\n    if n_bytes >= 0:\n",
         ),
@@ -178,12 +180,13 @@ def parts(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def table(frame: pd.DataFrame) -> str:
-    """`parts` as text, with their sum, and what loading the queries adds to that."""
+    """`parts` as text, with their sum, and how much of it loading the queries adds."""
     times = _times(frame)
     shown = parts(frame)
     shown[WHOLE] = times[WHOLE]
     shown["queries"] = times[WHOLE] - times[NO_QUERIES]
-    return shown.to_string(float_format="{:.1f}".format)
+    heading = "µs that each part adds; the whole, and what the queries add to it"
+    return f"{heading}\n{shown.to_string(float_format='{:.1f}'.format)}"
 
 
 def _times(frame: pd.DataFrame) -> pd.DataFrame:
