@@ -111,6 +111,16 @@ def bench_left_out(
     `ddtree_numba.bench.left_out` says what is left out, and what the rows mean. They go
     to ``out/left_out.csv``, in the same way and with the same columns as `bench`'s.
 
+    Parameters
+    ----------
+    out, shapes, progress
+        As for `bench`.
+
+    Returns
+    -------
+    pandas.DataFrame
+        The rows; `ddtree_numba.bench.left_out.parts` makes times of parts of them.
+
     Raises
     ------
     ValueError

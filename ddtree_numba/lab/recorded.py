@@ -1,4 +1,4 @@
-"""Times for the notebooks: measured where there is a GPU, recorded ones elsewhere."""
+"""Times for the notebooks: recorded, or measured where there is a GPU."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ def measurements(where: str, stages: Sequence[str] | None = None) -> pd.DataFram
 
 
 def _say_whose(frame: pd.DataFrame, how: str) -> None:
+    """Print how times were come by, on which card, and when."""
     first = frame.iloc[0]
     print(
         f"Times {how}: one {first['card']}, driver {first['driver']}, "
