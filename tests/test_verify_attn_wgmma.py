@@ -247,11 +247,12 @@ def test_lanes_may_share_a_chunk(bits, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("parts", "bits"), [(7, 2), (7, 3), (7, 4), (7, 5), (3, None)], ids=str
+    ("parts", "bits"), [(7, 2), (7, 3), (7, 4), (9, 5), (3, None)], ids=str
 )
 def test_any_part_may_have_a_rows_highest_scores(parts, bits, monkeypatch):
     # By hundreds of powers of 2: each head has nearly all its weight in one part, and
-    # a reference that misses this part's makes its weight infinite.
+    # a reference that misses this part's makes its weight infinite. A lane that has all
+    # of nine parts goes twice through four of them, and through one.
     monkeypatch.setattr(verify_attn_module, "_multiprocessors", lambda at: parts)
     if bits:
         given = module.device(lambda chunks, parts: np.int32(bits))
@@ -264,6 +265,28 @@ def test_any_part_may_have_a_rows_highest_scores(parts, bits, monkeypatch):
     cache[0, keys, 512 + keys // 64] = bf16.from_float32(np.float32(64))
     case = q, cache, *tree
     assert_close(attend("emulator", case, n_splits=parts), case)
+
+
+@pytest.mark.parametrize(
+    ("n", "heads", "tiles", "blocks"),
+    [(3, 43, 2, 9), (2, 33, 5, 12)],
+    ids=["kept", "more-than-keepers"],
+)
+def test_a_block_merges_what_it_has_along_the_line(
+    n, heads, tiles, blocks, monkeypatch
+):
+    # Row tiles of one request, each in as many parts as it has tiles of keys: blocks
+    # are not in the order of their parts, and two or more have none.
+    monkeypatch.setattr(verify_attn_module, "_multiprocessors", lambda at: blocks)
+    monkeypatch.setattr(module, "LEAST", 1)
+    monkeypatch.setattr(module, "SPLIT_COST", np.float32(0))
+    counters = np.full(blocks, 7, np.int32)
+    monkeypatch.setattr(module, "counters_of", lambda *given: counters)
+    races = launch_watched(monkeypatch)
+    case = bf16_case(n, n, heads, [64 * tiles - n])
+    assert_close(attend("emulator", case), case)
+    assert races == []
+    assert (counters == 8).all()
 
 
 @cuda.jit
@@ -562,6 +585,18 @@ def test_a_request_is_cut_evenly_into_what_pays(tiles, row_tiles):
         told = told[np.argsort(workers)].tolist()
         found = [tuple(part) if part[2] else (0, 0, 0) for part in told]
         assert found == plan_of_one(tiles, row_tiles, blocks)
+
+
+@pytest.mark.parametrize(("row_tiles", "parts"), [(9, 14), (4, 33)])
+def test_neighbours_have_the_same_keys_of_two_row_tiles(row_tiles, parts):
+    blocks, room = 132, np.int32(64 * 150)
+    ints = np.full((blocks, module.WORKER + 1), -1, np.int32)
+    given = np.int32([room - 3]), room, np.int32(3), np.int32(row_tiles), np.int32(0)
+    emulate(plans_kernel, 1, 32, *given, ints)
+    assert (ints[:, module.WORKERS] == row_tiles * parts).all()
+    told = ints[:, [module.PART_AT + 1, module.PART_AT + 2, module.PART_LENGTH]]
+    pairs = told[: row_tiles // 2 * 2 * parts].reshape(-1, 2, 3)
+    assert (pairs[:, 0] + (1, 0, 0) == pairs[:, 1]).all()
 
 
 # ---------------------------------------------------------------------------- bad input
