@@ -510,7 +510,7 @@ def _add_bench(commands: Any) -> None:
     what.add_argument(
         "--left-out",
         action="store_true",
-        help="instead of stages and peers: where the time of verify_attn's wgmma "
+        help="instead of stages: where the time of verify_attn's wgmma "
         "version goes, from its kernel with parts left out, on a Hopper GPU; write "
         "left_out.csv and left_out.png",
     )
@@ -571,6 +571,8 @@ def _bench_left_out(args: argparse.Namespace) -> int:
     from ddtree_numba.viz import left_out_figure
 
     with _input_errors():
+        if args.peers:
+            raise ValueError("--left-out has no --peers; expected one of the two")
         bench.require_hopper()
         _make_folder(args.out)
     print(backend.banner("gpu"), file=sys.stderr)

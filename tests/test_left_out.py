@@ -240,11 +240,18 @@ def test_without_a_hopper_gpu_the_command_says_so_in_one_line(
     assert not (tmp_path / "new").exists()
 
 
-def test_left_out_takes_no_stages(capsys):
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        (["--stages", "verify_attn"], "not allowed with argument"),
+        (["--peers"], "--left-out has no --peers"),
+    ],
+)
+def test_left_out_takes_no_stages_and_no_peers(others, said, capsys):
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["bench", "--left-out", "--stages", "verify_attn"])
+        cli.main(["bench", "--left-out", *others])
     assert stopped.value.code == 2
-    assert "not allowed with argument" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 @pytest.fixture
