@@ -177,6 +177,15 @@ def test_what_lies_behind_the_marks_of_parts_is_no_reference(kernel_executor):
 
 
 @pytest.mark.usefixtures("_six_blocks")
+def test_a_lane_with_six_parts_weighs_four_and_two(monkeypatch):
+    # Not eight: as above, no more are there.
+    given = module.device(lambda chunks, parts: np.int32(5))
+    monkeypatch.setattr(module, "chunks_at_a_time", given)
+    case = scored_by_rope(bf16_case(2, 2, 2, [380]), 2.0**100)
+    assert_close(attend("emulator", case, n_splits=6), case)
+
+
+@pytest.mark.usefixtures("_six_blocks")
 def test_a_sum_that_overflows_is_infinite(kernel_executor):
     # Beside it the row's other sums of the same scale are nothing.
     q, cache, *tree = bf16_case(2, 2, 10, [140])
