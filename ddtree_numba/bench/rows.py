@@ -43,7 +43,7 @@ class Row:
     percent: float = np.nan  # of that ceiling, as measured in this run and regime
     floor_us: float = np.nan  # the least time under that ceiling
     error: float = np.nan  # largest absolute error against float64
-    status: str = "ok"  # or wrong, skipped
+    status: str = "ok"  # or wrong, skipped; of stage left_out: it ran
     note: str = ""
     peer: str = ""  # a peer's version
     card: str = ""
