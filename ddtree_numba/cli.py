@@ -313,6 +313,11 @@ def _whole_file(path: Path) -> Iterator[Path]:
         unfinished.unlink(missing_ok=True)
 
 
+def _save(figure: Any, path: Path) -> None:
+    with _whole_file(path) as unfinished:
+        figure.savefig(unfinished, dpi=150)
+
+
 def _print_trees(run: Generation, out: TextIO) -> None:
     print(KEY, file=out)
     for number, trace in enumerate(run.rounds[:SHOWN_ROUNDS], 1):
@@ -381,8 +386,7 @@ def _draw_first_round(run: Generation, path: Path) -> None:
     trace = run.rounds[0]
     prefix_len = int(trace.prefix_lens[0])
     figure, _ = round_figure(trace.tree, 0, prefix_len, decode, trace.path(0))
-    with _whole_file(path) as unfinished:
-        figure.savefig(unfinished, dpi=150)
+    _save(figure, path)
 
 
 def _summary(
@@ -479,8 +483,7 @@ def _sweep(args: argparse.Namespace) -> int:
         with open(unfinished, "w") as file:
             print(f"# {backend.banner(executor)}", file=file)
             frame.to_csv(file, index=False, float_format="%.4f")
-    with _whole_file(args.out / "sweep.png") as unfinished:
-        sweep_figure(frame)[0].savefig(unfinished, dpi=150)
+    _save(sweep_figure(frame)[0], args.out / "sweep.png")
     print(f"sweep.csv and sweep.png written to {args.out}", file=sys.stderr)
     return 0
 
@@ -558,8 +561,7 @@ def _bench(args: argparse.Namespace) -> int:
     if ((frame["stage"] == "verify_attn") & (frame["status"] == "ok")).any():
         figures = {"roofline.png": roofline_figure, "ladder.png": ladder_figure}
         for name, draw in figures.items():
-            with _whole_file(args.out / name) as unfinished:
-                draw(frame)[0].savefig(unfinished, dpi=150)
+            _save(draw(frame)[0], args.out / name)
         written += figures
     print(f"{', '.join(written)} written to {args.out}", file=sys.stderr)
     return int((frame["status"] == "wrong").any())
@@ -584,8 +586,7 @@ def _bench_left_out(args: argparse.Namespace) -> int:
         print(bench.table(frame))
         return 1
     print(left_out.table(frame))
-    with _whole_file(args.out / "left_out.png") as unfinished:
-        left_out_figure(left_out.parts(frame))[0].savefig(unfinished, dpi=150)
+    _save(left_out_figure(left_out.parts(frame))[0], args.out / "left_out.png")
     print(f"left_out.csv and left_out.png written to {args.out}", file=sys.stderr)
     return 0
 

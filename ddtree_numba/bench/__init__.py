@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from numba import cuda
 from tqdm import tqdm
 
 from ddtree_numba import backend
@@ -168,12 +167,10 @@ def require_gpu(executor: str | None = None) -> None:
 def require_hopper() -> None:
     """Raise RuntimeError unless kernels run here on a GPU that has `wgmma`."""
     require_gpu()
-    major, minor = cuda.get_current_device().compute_capability
-    if (major, minor) != (9, 0):
-        raise RuntimeError(
-            f"the card has compute capability {major}.{minor}; version 'wgmma', whose "
-            "parts are left out, needs 9.0"
-        )
+    from ddtree_numba.kernels.verify_attn_wgmma import card_problem
+
+    if found := card_problem():
+        raise RuntimeError(found)
 
 
 def measured(todo: Sequence[Case], progress: bool) -> Iterator[Row]:

@@ -2036,14 +2036,20 @@ def problem(
             f"version 'wgmma' and q has shape {q.shape}, kv_cache {kv_cache.shape}: "
             f"{tiles} tiles of {ROWS} rows and {KEYS} keys; expected up to {MAX_TILES}"
         )
-    if at.executor == "gpu":
-        major, minor = cuda.get_current_device().compute_capability
-        if (major, minor) != (9, 0):
-            return ValueError(
-                f"version 'wgmma' and the card has compute capability {major}.{minor}; "
-                "expected 9.0"
-            )
+    if at.executor == "gpu" and (why := card_problem()):
+        return ValueError(why)
     return None
+
+
+def card_problem() -> str | None:
+    """What keeps this version from the current GPU, as text; None if nothing."""
+    major, minor = cuda.get_current_device().compute_capability
+    if (major, minor) == (9, 0):
+        return None
+    return (
+        f"version 'wgmma' and the card has compute capability {major}.{minor}; "
+        "expected 9.0"
+    )
 
 
 def pays(q: Any, kv_cache: Any) -> bool:

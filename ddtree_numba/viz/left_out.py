@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
-from ddtree_numba.viz.style import BLUE, GREEN, GREY, ORANGE, SKY, blank_axes
+from ddtree_numba.viz.style import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    SKY,
+    blank_axes,
+    draw_share,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,18 +42,9 @@ def left_out_figure(parts: pd.DataFrame) -> tuple[Figure, str]:
     told = []
     for y, (shape, times) in enumerate(parts.iterrows()):
         left = 0.0
-        for (part, us), (colour, hatch) in zip(times.items(), LOOKS, strict=True):
-            ax.barh(
-                y,
-                us,
-                left=left,
-                height=0.5,
-                facecolor=colour,
-                hatch=hatch,
-                edgecolor="black",
-                linewidth=0.6,
-                label=part if y == 0 else None,
-            )
+        for (part, us), look in zip(times.items(), LOOKS, strict=True):
+            label = str(part) if y == 0 else None
+            draw_share(ax, y, left, us, look, height=0.5, label=label)
             # Above the bar: inside it, hatches and narrow parts leave no room.
             ax.text(left + us / 2, y - 0.29, f"{us:.1f}", ha="center", fontsize=9)
             left += us

@@ -31,6 +31,31 @@ def blank_axes(width: float, height: float) -> Axes:
     return figure.subplots()
 
 
+def draw_share(
+    ax: Axes,
+    y: float,
+    left: float,
+    width: float,
+    look: tuple[str, str],
+    *,
+    height: float,
+    label: str | None,
+) -> None:
+    """Draw a share of a horizontal bar; look : its colour and hatch."""
+    colour, hatch = look
+    ax.barh(
+        y,
+        width,
+        left=left,
+        height=height,
+        facecolor=colour,
+        hatch=hatch,
+        edgecolor="black",
+        linewidth=0.6,
+        label=label,
+    )
+
+
 def halo() -> list[AbstractPathEffect]:
     """Keeps letters readable where lines or nodes are dense."""
     return [withStroke(linewidth=2.5, foreground="white")]

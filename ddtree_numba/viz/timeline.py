@@ -20,6 +20,7 @@ from ddtree_numba.viz.style import (
     VERMILLION,
     Decode,
     blank_axes,
+    draw_share,
 )
 
 if TYPE_CHECKING:
@@ -151,18 +152,8 @@ def stages_figure(runs: dict[str, Generation]) -> tuple[Figure, str]:
     for y, (name, times) in enumerate(rounds.items()):
         total, left = sum(times.values()), 0.0
         for stage in (s for s in LOOKS if s in times):
-            width, (colour, hatch) = times[stage], LOOKS[stage]
-            ax.barh(
-                y,
-                width,
-                left=left,
-                height=0.6,
-                facecolor=colour,
-                hatch=hatch,
-                edgecolor="black",
-                linewidth=0.6,
-                label=stage if y == 0 else None,
-            )
+            width, label = times[stage], stage if y == 0 else None
+            draw_share(ax, y, left, width, LOOKS[stage], height=0.6, label=label)
             if width > ROOM * longest:
                 _share(ax, left + width / 2, y, width / total)
             left += width
