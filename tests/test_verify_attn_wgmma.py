@@ -596,9 +596,12 @@ def test_a_request_is_cut_evenly_into_what_pays(tiles, row_tiles):
         assert found == plan_of_one(tiles, row_tiles, blocks)
 
 
-@pytest.mark.parametrize(("row_tiles", "parts"), [(9, 14), (4, 33)])
-def test_neighbours_have_the_same_keys_of_two_row_tiles(row_tiles, parts):
-    blocks, room = 132, np.int32(64 * 150)
+@pytest.mark.parametrize(
+    ("row_tiles", "parts", "tiles"),
+    [(9, 14, 150), (4, 33, 150), (50, 2, 9)],  # of nine tiles no more than two parts
+)
+def test_neighbours_have_the_same_keys_of_two_row_tiles(row_tiles, parts, tiles):
+    blocks, room = 132, np.int32(64 * tiles)
     ints = np.full((blocks, module.WORKER + 1), -1, np.int32)
     given = np.int32([room - 3]), room, np.int32(3), np.int32(row_tiles), np.int32(0)
     emulate(plans_kernel, 1, 32, *given, ints)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -530,9 +530,11 @@ def _own_round(
         at.launch(backend.fill_kernel, 1, backend.FILL_THREADS, start, prefix_lens)
         return drafted
 
+    attended: list[Any] = []  # a layer each, of the first round; its arrays stay
+
     def target(tree: DraftTree, prefix_lens: Any) -> Any:
         for layer in range(layers if attends else 0):
-            attend(q, cache[layer], prefix_lens, tree.visibility)
+            attended.append(attend(q, cache[layer], prefix_lens, tree.visibility))
         return scored
 
     roots = cuda.to_device(np.full(1, -1, np.int32))
@@ -547,7 +549,13 @@ def _own_round(
     for name, got in result.accepted._asdict().items():
         _expect(got, getattr(problem.accepted, name), name)
     _expect(cache.copy_to_host(), problem.compacted(), "the cache")
-    return Ready([step.run])
+    error = 0.0
+    for layer in (0, layers - 1) if attends else ():
+        keys, sees = problem.cache[layer], problem.tree.visibility
+        expected = replace(queries, kv_cache=keys, visibility=sees)
+        got = (x.copy_to_host() for x in attended[layer])
+        error = max(error, expected.check(*got))
+    return Ready([step.run], error)
 
 
 # ------------------------------------------------------------------------ single stages

@@ -369,6 +369,12 @@ def line_offset(row_tile, prefix_lens, room, n_rows, row_tiles, lane):
 
 
 @device
+def is_most(workers, blocks):
+    """Whether so many workers leave few of the blocks without work."""
+    return 10 * workers >= 9 * blocks
+
+
+@device
 def plan(prefix_lens, room, n_rows, row_tiles, n_splits, blocks, lane):
     """How the line is shared out; by a warp.
 
@@ -394,9 +400,9 @@ def plan(prefix_lens, room, n_rows, row_tiles, n_splits, blocks, lane):
     if (np.float32(more) * most - SPLIT_COST) * np.float32(blocks) <= np.float32(rest):
         return np.int32(rounds + more), np.int32(0), begin, rest
     parts = np.int32(max(div_u32(rest, LEAST * rest_tiles), np.int32(1)))
-    # In whole parts of row tiles if that leaves few blocks without work.
+    # In whole parts of row tiles, if there are enough of these.
     whole = np.int32(rest_tiles * div_u32(blocks, rest_tiles))
-    workers = whole if 10 * whole >= 9 * blocks else blocks
+    workers = whole if is_most(whole, blocks) else blocks
     return rounds, np.int32(min(workers, rest_tiles * parts)), begin, rest
 
 
@@ -477,7 +483,7 @@ def part_of_one(prefix_lens, room, n_rows, row_tiles, block, blocks):
     cuts = (np.float32(tiles) - SPLIT_COST) * np.float32(blocks) > np.float32(
         tiles * row_tiles
     )
-    if not cuts or (parts == most and 10 * row_tiles * parts < 9 * blocks):
+    if not cuts or (most < tiles // LEAST and not is_most(row_tiles * most, blocks)):
         parts = np.int32(0)
     return parts, tiles, worker, row_tile, begin, length
 
@@ -1444,13 +1450,19 @@ def place_of(part, first):
 
 
 @device
+def marks_apart(share):
+    """From a part's marks, where they have been fetched, to the next part's."""
+    return np.int32(MARKS * share.units + GAP)
+
+
+@device
 def fetch_part(memory, share, part, barrier, posted, marks):
     """Ask for a part's marks, and its chunks of the share."""
     place = place_of(part, share.first)
     fence_proxy_async()  # what was read and written where they go …
     fence_proxy_async_global()  # … and posted
     cp_async_bulk(
-        memory.floats, PART_MARKS + (MARKS * share.units + GAP) * part, marks,
+        memory.floats, PART_MARKS + marks_apart(share) * part, marks,
         place * POSTED_MARKS + MARKS * (share.begin >> UNIT_BITS),
         4 * MARKS * share.units, memory.barriers, barrier,
     )  # fmt: skip
@@ -1568,7 +1580,7 @@ def merge_units(memory, number, share, barrier, out, lse):
     unit = np.int32(share.begin >> UNIT_BITS)
     end = np.int32((share.begin + share.chunks) >> UNIT_BITS)
     first_mark = np.int32((PART_MARKS >> 1) + (number >> 2 & 7))
-    apart = np.int32((MARKS * share.units + GAP) >> 1)
+    apart = np.int32(marks_apart(share) >> 1)
     while unit < end:
         barrier = np.int32(barrier + 1)
         mbarrier_wait(memory.barriers, barrier, 0)
@@ -1687,16 +1699,16 @@ def merge_chunks(memory, number, share, barrier, out, lse):
     it, each with every second to eighth part.
     """
     lane = np.int32(number & 31)
-    # The lane's chunk of the share, which others may have too.
-    n = np.int32((number >> 5 << share.bits) + (lane & ((1 << share.bits) - 1)))
-    apart = np.int32((MARKS * share.units + GAP) >> 1)
+    apart = np.int32(marks_apart(share) >> 1)
     # The warp's first chunk, and how many chunks of the share have come.
     warp_n, arrived = np.int32(number >> 5 << share.bits), np.int32(0)
     while warp_n < share.chunks:
         if warp_n >= arrived:
             arrived, barrier = np.int32(arrived + share.piece), np.int32(barrier + 1)
             mbarrier_wait(memory.barriers, barrier, 0)
-        # Lanes beyond the end do what the last quad does, so that all can shuffle.
+        # The lane's chunk of the share, which others may have too. Lanes beyond the end
+        # do what the last quad does, so that all can shuffle.
+        n = np.int32(warp_n + (lane & ((1 << share.bits) - 1)))
         inside = np.int32(min(n, np.int32(share.chunks - 4 + (lane & 3))))
         chunk = np.int32(share.begin + inside)
         unit, g = np.int32(chunk >> UNIT_BITS), np.int32(chunk >> 2 & 7)
@@ -1710,7 +1722,6 @@ def merge_chunks(memory, number, share, barrier, out, lse):
             t = lane & 3
             column = np.int32(256 * (unit & 1) + 16 * (chunk >> 5 & 15) + 2 * t)
             write_chunk(out, lse, share.request, row, column, sums, tops, totals)
-        n = np.int32(n + (CONSUMERS // WARP << share.bits))
         warp_n = uncounted(warp_n + (CONSUMERS // WARP << share.bits))
 
 
