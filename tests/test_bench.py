@@ -379,6 +379,11 @@ def test_the_ladder_draws_attention_and_trees(frame):
     assert "logits to a tree of 32 nodes" in alt_text and "1024" in alt_text
     heap = next(line for line in right.lines if line.get_label() == "torch + heapq")
     assert heap.get_xdata().tolist() == [32, 64, 256, 1024]
+    product = frame[(frame["stage"] == "ceiling") & (frame["version"] == "matmul")]
+    dashed = {line.get_linestyle(): line for line in left.lines}
+    for regime, dashes in (("burst", "--"), ("sustained", ":")):
+        (rate,) = product.loc[product["regime"] == regime, "tflops"]
+        assert list(dashed[dashes].get_xdata()) == [rate, rate]
 
 
 def test_without_ceilings_no_share_of_a_roof_is_told(frame):

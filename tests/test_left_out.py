@@ -185,6 +185,22 @@ def test_a_shape_without_all_variants_has_no_parts(tmp_path):
         left_out.parts(frame.iloc[:3])
 
 
+def test_a_shape_timed_twice_is_refused_by_name(tmp_path):
+    frame = read_back(tmp_path, [*rows(), *rows()])
+    with pytest.raises(ValueError, match=r"'whole' at \(1,2,3,40\) bf16 twice"):
+        left_out.parts(frame)
+
+
+def test_the_picture_wants_a_bar_and_all_parts(tmp_path):
+    parts = left_out.parts(read_back(tmp_path, rows()))
+    for bad in (parts.iloc[:0], parts.iloc[:, 1:]):
+        message = re.escape(
+            f"shape {bad.shape}; expected a line or more, and 5 columns"
+        )
+        with pytest.raises(ValueError, match=message):
+            left_out_figure(bad)
+
+
 def test_the_picture_has_a_bar_a_shape_and_a_label_a_part(tmp_path):
     parts = left_out.parts(read_back(tmp_path, rows()))
     figure, alt_text = left_out_figure(parts)

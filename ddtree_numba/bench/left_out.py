@@ -170,19 +170,15 @@ def parts(frame: pd.DataFrame) -> pd.DataFrame:
     Raises
     ------
     ValueError
-        If there is no shape of which all variants were timed.
+        If there is no shape of which all variants were timed, or one was timed twice.
     """
-    times = _times(frame)
-    ends = times[list(PARTS.values())]
-    ends.columns = list(PARTS)
-    # The first column keeps its own time.
-    return ends.diff(axis=1).fillna(ends)
+    return _differences(_times(frame))
 
 
 def table(frame: pd.DataFrame) -> str:
     """`parts` as text, with their sum, and how much of it loading the queries adds."""
     times = _times(frame)
-    shown = parts(frame)
+    shown = _differences(times)
     shown[WHOLE] = times[WHOLE]
     shown["queries"] = times[WHOLE] - times[NO_QUERIES]
     heading = "µs that each part adds; the whole, and what the queries add to it"
@@ -192,6 +188,12 @@ def table(frame: pd.DataFrame) -> str:
 def _times(frame: pd.DataFrame) -> pd.DataFrame:
     """Medians in microseconds: a line a shape, a column a variant."""
     rows = frame[(frame["stage"] == "left_out") & (frame["us"] > 0)]
+    twice = rows[rows.duplicated(["shape", "version"])]
+    if not twice.empty:
+        shape, version = twice.iloc[0][["shape", "version"]]
+        raise ValueError(
+            f"frame has {version!r} at {shape} twice; expected the rows of one run"
+        )
     times = rows.pivot(index="shape", columns="version", values="us")
     order = list(dict.fromkeys(rows["shape"]))
     times = times.reindex(index=order, columns=list(VARIANTS)).dropna()
@@ -199,3 +201,10 @@ def _times(frame: pd.DataFrame) -> pd.DataFrame:
         raise ValueError("frame has no shape with all variants of stage left_out")
     times.index = times.index.str.removesuffix(" bf16")
     return times.rename_axis(index=None, columns=None)
+
+
+def _differences(times: pd.DataFrame) -> pd.DataFrame:
+    """What each of `PARTS` adds to the variant before it; the first has all its own."""
+    ends = times[list(PARTS.values())]
+    ends.columns = list(PARTS)
+    return ends.diff(axis=1).fillna(ends)

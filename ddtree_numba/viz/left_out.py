@@ -37,7 +37,17 @@ def left_out_figure(parts: pd.DataFrame) -> tuple[Figure, str]:
     figure, alt_text
         Each bar is the whole kernel, whose time stands at its end; each part has its
         own above it.
+
+    Raises
+    ------
+    ValueError
+        If there is no line, or not a column each of five parts.
     """
+    if parts.empty or parts.shape[1] != len(LOOKS):
+        raise ValueError(
+            f"parts has shape {parts.shape}; expected a line or more, and {len(LOOKS)} "
+            "columns"
+        )
     ax = blank_axes(9.0, 1.3 + 0.62 * len(parts))
     told = []
     for y, (shape, times) in enumerate(parts.iterrows()):

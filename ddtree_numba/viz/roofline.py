@@ -138,7 +138,7 @@ def _draw_ladder(ax: Axes, frame: pd.DataFrame) -> str:
     rows = _attention_rows(frame)
     loaded = _attention_rows(frame, "sustained").set_index(["version", "shape"])
     shapes = list(dict.fromkeys(rows["shape"]))
-    line = {shape: -y for y, shape in enumerate(shapes)}
+    line, last = {shape: -y for y, shape in enumerate(shapes)}, len(shapes)
     for version, (style, part) in _by_version(rows):
         for row in part.itertuples():
             key = (version, row.shape)
@@ -147,18 +147,20 @@ def _draw_ladder(ax: Axes, frame: pd.DataFrame) -> str:
                 edge = style["markeredgecolor"]
                 ax.plot(ends, [line[row.shape]] * 2, color=edge, linewidth=1)
         ax.plot(part["tflops"], part["shape"].map(line), label=version, **style)
-    if "matmul" in (roofs := _ceilings(frame)):
-        ax.axvline(roofs["matmul"], color="black", linestyle="--", linewidth=1)
-        ax.annotate(
-            "bf16 product, burst",
-            (roofs["matmul"], 0.45),
-            xytext=(-3, 0),
-            textcoords="offset points",
-            ha="right",
-            fontsize=8,
-        )
+    for regime, dashes, y in (("burst", "--", 0.65), ("sustained", ":", 0.4 - last)):
+        if "matmul" in (roofs := _ceilings(frame, regime)):
+            ax.axvline(roofs["matmul"], color="black", linestyle=dashes, linewidth=1)
+            ax.annotate(
+                f"bf16 product,\n{regime}",
+                (roofs["matmul"], y),
+                xytext=(-3, 0),
+                textcoords="offset points",
+                ha="right",
+                fontsize=8,
+                va="center",
+            )
     ax.set_yticks(list(line.values()), [s.removesuffix(" bf16") for s in shapes])
-    ax.set_ylim(-len(shapes) + 0.3, 0.7)
+    ax.set_ylim(0.05 - last, 1.0)
     ax.set_xlim(left=0)
     ax.set_xlabel("TFLOP/s, more is better: marker burst, line's end sustained")
     ax.set_title("verify_attn (B, N, H, S), bf16", loc="left")
@@ -224,9 +226,9 @@ def _fastest(rows: pd.DataFrame) -> dict[Any, Any]:
     return max(rows.to_dict("records"), key=lambda row: row["tflops"])
 
 
-def _ceilings(frame: pd.DataFrame) -> dict[str, float]:
-    """Measured ceilings at once: TFLOP/s of "matmul", GB/s of "copy"."""
-    rows = frame[(frame["stage"] == "ceiling") & (frame["regime"] == "burst")]
+def _ceilings(frame: pd.DataFrame, regime: str = "burst") -> dict[str, float]:
+    """Measured ceilings: TFLOP/s of "matmul", GB/s of "copy"."""
+    rows = frame[(frame["stage"] == "ceiling") & (frame["regime"] == regime)]
     units = {"matmul": "tflops", "copy": "gbs"}
     return {
         row["version"]: row[units[row["version"]]]
