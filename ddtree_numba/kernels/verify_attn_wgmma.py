@@ -57,9 +57,10 @@ them, for three blocks::
     block 1          bbbbbb          ddee       part 1 of d, part 0 of e
     block 2                cccccc        eeee   part 1 of e
 
-Where all row tiles of one request are cut into equally many parts, two blocks beside
-each other have the same part of two row tiles: they ask for the same keys together. So
-a block has two numbers: its own, and that of its part along the line, the *worker*.
+Where there is one request, and all its row tiles are cut into equally many parts, two
+blocks beside each other have the same part of two row tiles: they ask for the same keys
+together. So a block has two numbers: its own, and that of its part along the line, the
+*worker*.
 
 Merging. Whole row tiles are written at once. Of others a block posts its part (sums,
 references, totals, scales) in global memory and counts that; then it merges a share of
@@ -370,7 +371,7 @@ def line_offset(row_tile, prefix_lens, room, n_rows, row_tiles, lane):
 
 @device
 def is_most(workers, blocks):
-    """Whether so many workers leave few of the blocks without work."""
+    """Whether so many workers leave at most a tenth of the blocks without work."""
     return 10 * workers >= 9 * blocks
 
 
@@ -400,7 +401,7 @@ def plan(prefix_lens, room, n_rows, row_tiles, n_splits, blocks, lane):
     if (np.float32(more) * most - SPLIT_COST) * np.float32(blocks) <= np.float32(rest):
         return np.int32(rounds + more), np.int32(0), begin, rest
     parts = np.int32(max(div_u32(rest, LEAST * rest_tiles), np.int32(1)))
-    # In whole parts of row tiles, if there are enough of these.
+    # A multiple of the row tiles, if most blocks get work so: parts end where these do.
     whole = np.int32(rest_tiles * div_u32(blocks, rest_tiles))
     workers = whole if is_most(whole, blocks) else blocks
     return rounds, np.int32(min(workers, rest_tiles * parts)), begin, rest
@@ -454,7 +455,7 @@ def locate(place, prefix_lens, room, n_rows, row_tiles, lane):
 
 @device
 def part_of_one(prefix_lens, room, n_rows, row_tiles, block, blocks):
-    """What `plan` comes to for one request whose row tiles are all cut into `parts`.
+    """What `plan` comes to for one request, its row tiles cut in equally many parts.
 
     Most small launches are such, and are 0.5 to 1 µs shorter by this: the instructions
     of `plan` come from memory, and many of its divisions wait for others.
@@ -466,8 +467,8 @@ def part_of_one(prefix_lens, room, n_rows, row_tiles, block, blocks):
     block's worker, row tile, first tile of keys, and how many of them).
     """
     tiles = key_tiles(prefix_lens, np.int32(0), room, n_rows)
-    most = div_u32(blocks, row_tiles)
-    parts = np.int32(max(min(most, tiles // LEAST), 1))
+    each = div_u32(blocks, row_tiles)  # blocks that a row tile can have for its own
+    parts = np.int32(max(min(each, tiles // LEAST), 1))
     pair = div_u32(block >> 1, parts)
     row_tile = np.int32(2 * pair + (block & 1))
     part = np.int32((block >> 1) - pair * parts)
@@ -483,7 +484,9 @@ def part_of_one(prefix_lens, room, n_rows, row_tiles, block, blocks):
     cuts = (np.float32(tiles) - SPLIT_COST) * np.float32(blocks) > np.float32(
         tiles * row_tiles
     )
-    if not cuts or (most < tiles // LEAST and not is_most(row_tiles * most, blocks)):
+    # If more parts would pay, and these leave too many blocks without work, `plan` cuts
+    # the line evenly, wherever row tiles end.
+    if not cuts or (each < tiles // LEAST and not is_most(row_tiles * each, blocks)):
         parts = np.int32(0)
     return parts, tiles, worker, row_tile, begin, length
 
@@ -1451,7 +1454,7 @@ def place_of(part, first):
 
 @device
 def marks_apart(share):
-    """From a part's marks, where they have been fetched, to the next part's."""
+    """From a fetched part's marks to the next part's, in float32."""
     return np.int32(MARKS * share.units + GAP)
 
 
