@@ -258,6 +258,11 @@ class AcceptProblem:
         np.put_along_axis(logits, self.choices[:, :, None], 30, axis=2)
         return bf16.from_float32(logits)
 
+    def attention(self, queries: AttentionProblem, layer: int) -> AttentionProblem:
+        """What `queries` attend to in a layer's cache, under this problem's tree."""
+        cache, words = self.cache[layer], self.tree.visibility
+        return replace(queries, kv_cache=cache, visibility=words)
+
     def compacted(self) -> np.ndarray:
         """The cache as it must be afterwards."""
         cache = self.cache.copy()
