@@ -402,12 +402,14 @@ def test_the_ladder_draws_attention_and_trees(frame):
     for regime, dashes in (("burst", "--"), ("sustained", ":")):
         (rate,) = product.loc[product["regime"] == regime, "tflops"]
         assert list(dashed[dashes].get_xdata()) == [rate, rate]
+        assert f"A bf16 product has {rate:.0f} TFLOP/s, {regime}." in alt_text
 
 
 def test_without_ceilings_no_share_of_a_roof_is_told(frame):
     rows = frame[frame["stage"] == "verify_attn"].assign(percent=np.nan)
     alt_text = roofline_figure(rows)[1]
     assert "wgmma reaches" in alt_text and "nan" not in alt_text and "%" not in alt_text
+    assert "bf16 product" not in ladder_figure(rows)[1]
 
 
 def test_times_leave_out_what_was_not_timed(frame):

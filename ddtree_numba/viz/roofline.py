@@ -126,7 +126,9 @@ def ladder_figure(frame: pd.DataFrame) -> tuple[Figure, str]:
     Returns
     -------
     figure, alt_text
-        A marker is the burst rate, the line from it ends at the sustained one.
+        A marker is the burst rate, the line from it ends at the sustained one. The
+        rates of a bf16 product in the same run are upright lines: dashed the burst,
+        dotted the sustained one.
     """
     figure = Figure(figsize=(12.5, 5.2), layout="constrained", facecolor="white")
     left, right = figure.subplots(1, 2, width_ratios=[1.6, 1])
@@ -138,7 +140,7 @@ def _draw_ladder(ax: Axes, frame: pd.DataFrame) -> str:
     rows = _attention_rows(frame)
     loaded = _attention_rows(frame, "sustained").set_index(["version", "shape"])
     shapes = list(dict.fromkeys(rows["shape"]))
-    line, last = {shape: -y for y, shape in enumerate(shapes)}, len(shapes)
+    line = {shape: -y for y, shape in enumerate(shapes)}
     for version, (style, part) in _by_version(rows):
         for row in part.itertuples():
             key = (version, row.shape)
@@ -147,20 +149,11 @@ def _draw_ladder(ax: Axes, frame: pd.DataFrame) -> str:
                 edge = style["markeredgecolor"]
                 ax.plot(ends, [line[row.shape]] * 2, color=edge, linewidth=1)
         ax.plot(part["tflops"], part["shape"].map(line), label=version, **style)
-    for regime, dashes, y in (("burst", "--", 0.65), ("sustained", ":", 0.4 - last)):
-        if "matmul" in (roofs := _ceilings(frame, regime)):
-            ax.axvline(roofs["matmul"], color="black", linestyle=dashes, linewidth=1)
-            ax.annotate(
-                f"bf16 product,\n{regime}",
-                (roofs["matmul"], y),
-                xytext=(-3, 0),
-                textcoords="offset points",
-                ha="right",
-                fontsize=8,
-                va="center",
-            )
+    # Named above the first shape and below the last, where no marker is.
+    products = _draw_product(ax, frame, "burst", "--", 0.65)
+    products += _draw_product(ax, frame, "sustained", ":", 0.4 - len(shapes))
     ax.set_yticks(list(line.values()), [s.removesuffix(" bf16") for s in shapes])
-    ax.set_ylim(0.05 - last, 1.0)
+    ax.set_ylim(0.05 - len(shapes), 1.0)
     ax.set_xlim(left=0)
     ax.set_xlabel("TFLOP/s, more is better: marker burst, line's end sustained")
     ax.set_title("verify_attn (B, N, H, S), bf16", loc="left")
@@ -168,8 +161,28 @@ def _draw_ladder(ax: Axes, frame: pd.DataFrame) -> str:
     best = _fastest(rows)
     return (
         f"{len(shapes)} shapes of verify_attn; the fastest is {best['version']} at "
-        f"{best['shape']} with {best['tflops']:.0f} TFLOP/s."
+        f"{best['shape']} with {best['tflops']:.0f} TFLOP/s.{products}"
     )
+
+
+def _draw_product(
+    ax: Axes, frame: pd.DataFrame, regime: str, dashes: str, y: float
+) -> str:
+    """Draw the rate of a bf16 product, named at height y, if it was measured."""
+    roofs = _ceilings(frame, regime)
+    if "matmul" not in roofs:
+        return ""
+    ax.axvline(roofs["matmul"], color="black", linestyle=dashes, linewidth=1)
+    ax.annotate(
+        f"bf16 product,\n{regime}",
+        (roofs["matmul"], y),
+        xytext=(-3, 0),
+        textcoords="offset points",
+        ha="right",
+        fontsize=8,
+        va="center",
+    )
+    return f" A bf16 product has {roofs['matmul']:.0f} TFLOP/s, {regime}."
 
 
 def _draw_tree_times(ax: Axes, frame: pd.DataFrame) -> str:
@@ -227,7 +240,7 @@ def _fastest(rows: pd.DataFrame) -> dict[Any, Any]:
 
 
 def _ceilings(frame: pd.DataFrame, regime: str = "burst") -> dict[str, float]:
-    """Measured ceilings: TFLOP/s of "matmul", GB/s of "copy"."""
+    """Ceilings as measured in a regime: TFLOP/s of "matmul", GB/s of "copy"."""
     rows = frame[(frame["stage"] == "ceiling") & (frame["regime"] == regime)]
     units = {"matmul": "tflops", "copy": "gbs"}
     return {
