@@ -170,7 +170,8 @@ def parts(frame: pd.DataFrame) -> pd.DataFrame:
     Raises
     ------
     ValueError
-        If there is no shape of which all variants were timed, or one was timed twice.
+        If there is no shape of which all variants were timed, or a variant was timed
+        twice at one.
     """
     return _differences(_times(frame))
 
@@ -204,7 +205,7 @@ def _times(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _differences(times: pd.DataFrame) -> pd.DataFrame:
-    """What each of `PARTS` adds to the variant before it; the first has all its own."""
+    """What each of `PARTS` adds to the variant before it; the first has none before."""
     ends = times[list(PARTS.values())]
     ends.columns = list(PARTS)
     return ends.diff(axis=1).fillna(ends)
