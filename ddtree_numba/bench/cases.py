@@ -537,11 +537,31 @@ def _own_round(
             attended[layer] = attend(q, cache[layer], prefix_lens, tree.visibility)
         return scored
 
-    roots = cuda.to_device(np.full(1, -1, np.int32))
-    stream = int(recorder.stream.handle)
+    first_root = np.full(1, -1, np.int32)
+    roots, stream = cuda.to_device(first_root), int(recorder.stream.handle)
     step = Round(draft, target, cache, prefix_lens, roots, n - 1, stream=stream)
-    result = step.run()
-    recorder.stream.synchronize()
+    # Not every layer: a reference in float64 takes most of a second.
+    checked = {0, layers - 1} if attends else set()
+
+    def launch() -> list[Any]:
+        arrays = step.run().arrays()
+        return [*arrays, *(x for layer in checked for x in attended[layer])]
+
+    def restore() -> None:
+        roots.copy_to_device(first_root)
+        cache.copy_to_device(problem.cache)
+
+    _results(launch, recorder, restore)
+    _check_round(step.result, cache, problem)
+    error = 0.0
+    for layer in checked:
+        got = (x.copy_to_host() for x in attended[layer])
+        error = max(error, problem.attention(queries, layer).check(*got))
+    return Ready([step.run], error)
+
+
+def _check_round(result: Any, cache: Any, problem: AcceptProblem) -> None:
+    """Raise WrongResult unless a round ended as the reference's does."""
     result = result.map(lambda x: x.copy_to_host())
     for name, want in vars(problem.tree).items():
         if name != "log_probs":  # float32, near the reference's
@@ -549,12 +569,6 @@ def _own_round(
     for name, got in result.accepted._asdict().items():
         _expect(got, getattr(problem.accepted, name), name)
     _expect(cache.copy_to_host(), problem.compacted(), "the cache")
-    error = 0.0
-    # Not of every layer: a reference in float64 takes most of a second.
-    for layer in {0, layers - 1} if attends else ():
-        got = (x.copy_to_host() for x in attended[layer])
-        error = max(error, problem.attention(queries, layer).check(*got))
-    return Ready([step.run], error)
 
 
 # ------------------------------------------------------------------------ single stages
