@@ -563,8 +563,11 @@ def plans_kernel(prefix_lens, room, n_rows, row_tiles, n_splits, ints):
         )  # fmt: skip
 
 
-def plan_of_one(tiles, row_tiles, blocks):
-    """Parts of one request along the line: (row tile, first tile, how many)."""
+def plan_of_alike(tiles, row_tiles, blocks):
+    """Parts of requests of one length along the line: (row tile, first tile, how many).
+
+    row_tiles : of all requests, fewer than blocks
+    """
     rest = tiles * row_tiles
     if (tiles - 5) * blocks <= rest:  # nothing is cut
         return [(0, 0, 0)] * blocks
@@ -581,19 +584,21 @@ def plan_of_one(tiles, row_tiles, blocks):
 
 @pytest.mark.parametrize("row_tiles", [1, 2, 3, 5, 7])
 @pytest.mark.parametrize("tiles", [1, 9, 16, 29, 129])
-def test_a_request_is_cut_evenly_into_what_pays(tiles, row_tiles):
-    for blocks in (8, 11, 26):
+def test_requests_are_cut_evenly_into_what_pays(tiles, row_tiles):
+    # Of ten blocks three row tiles leave a tenth without work.
+    for requests, blocks in ((1, 8), (1, 10), (1, 11), (1, 26), (2, 26)):
         ints = np.full((blocks, module.WORKER + 1), -1, np.int32)
-        lens = np.array([64 * tiles - 3], np.int32)
+        lens = np.full(requests, 64 * tiles - 3, np.int32)
         room = np.int32(64 * tiles)
         given = lens, room, np.int32(3), np.int32(row_tiles), np.int32(0)
         emulate(plans_kernel, 1, 32, *given, ints)
         workers = ints[:, module.WORKER].tolist()
         assert sorted(workers) == list(range(blocks))  # nobody does another's part
+        ints[:, module.PART_AT + 1] += row_tiles * ints[:, module.PART_AT]
         told = ints[:, [module.PART_AT + 1, module.PART_AT + 2, module.PART_LENGTH]]
         told = told[np.argsort(workers)].tolist()
         found = [tuple(part) if part[2] else (0, 0, 0) for part in told]
-        assert found == plan_of_one(tiles, row_tiles, blocks)
+        assert found == plan_of_alike(tiles, requests * row_tiles, blocks)
 
 
 @pytest.mark.parametrize(
