@@ -1,6 +1,7 @@
 """The benchmark refuses what is wrong or no GPU, counts right, and loses no row."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from ddtree_numba.bench import cases, peers, problems, timing
 from ddtree_numba.bench.problems import WrongResult
 from ddtree_numba.bench.rows import COLUMNS, Ceilings, Row, RowFile, Work
 from ddtree_numba.kernels import verify_attn
+from ddtree_numba.step import Round
 from ddtree_numba.viz.reads import times_figure
 from ddtree_numba.viz.roofline import ladder_figure, roofline_figure
 
@@ -317,6 +319,70 @@ def test_a_rounds_attention_is_that_of_its_layer_and_tree():
     for wrong in ((0, problem.tree.visibility), (1, queries.visibility)):
         with pytest.raises(WrongResult):
             expected.check(*attended(*wrong))
+
+
+class Device(np.ndarray):
+    """A host array where one of a GPU is expected."""
+
+    def copy_to_host(self):
+        return np.array(self)
+
+
+def to_device(x):
+    return np.array(x).view(Device)
+
+
+def own_round(monkeypatch, attends=True, off=(0, 0, 0), spoil=lambda result, cache: 0):
+    """Have a round of three layers checked, on the host.
+
+    off : what each layer's attention is off by
+    spoil : called with the round's result and cache
+    """
+    off = iter(off)
+
+    def attend(*given, **options):
+        out, lse = vectorised.verify_attn(*given, **options)
+        return to_device(out + np.float32(next(off))), to_device(lse)
+
+    class HostRound(Round):
+        def run(self):
+            result = super().run().map(to_device)
+            spoil(result, self.kv_cache[0])
+            return result
+
+    monkeypatch.setenv("DDTREE_EXECUTOR", "numpy")
+    monkeypatch.setattr(cases, "cuda", SimpleNamespace(to_device=to_device))
+    monkeypatch.setattr(cases, "verify_attn", attend)
+    monkeypatch.setattr(cases, "Round", HostRound)
+    stream = SimpleNamespace(handle=0, synchronize=lambda: None)
+    return cases._own_round(7, 4, 3, 50, attends, SimpleNamespace(stream=stream))
+
+
+def test_a_right_round_passes_and_tells_its_attentions_error(monkeypatch):
+    assert 0 < own_round(monkeypatch).error < 1e-6
+    assert own_round(monkeypatch, attends=False).error == 0
+    for off in ((1e-4, 0, 0), (0, 0, 1e-4)):
+        assert own_round(monkeypatch, off=off).error == pytest.approx(1e-4, rel=0.01)
+
+
+@pytest.mark.parametrize("off", [(0.1, 0, 0), (0, 0, 0.1)], ids=["first", "last"])
+def test_a_round_whose_first_or_last_layer_is_wrong_is_found(monkeypatch, off):
+    with pytest.raises(WrongResult, match="relative error"):
+        own_round(monkeypatch, off=off)
+
+
+@pytest.mark.parametrize("fault", ["parents", "bonus", "the cache"])
+def test_a_wrong_round_is_found_by_name(monkeypatch, fault):
+    def spoil(result, cache):
+        changed = {
+            "parents": result.tree.parents,
+            "bonus": result.accepted.bonus,
+            "the cache": cache,
+        }
+        changed[fault].flat[-1] += 1
+
+    with pytest.raises(WrongResult, match=f"{fault} differs"):
+        own_round(monkeypatch, spoil=spoil)
 
 
 # ------------------------------------------------------------------------------- peers
