@@ -4,6 +4,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from ddtree_numba import backend, bench, cli, reference, vectorised
@@ -484,6 +485,13 @@ def test_times_leave_out_what_was_not_timed(frame):
     assert len(times_figure(rows)[0].axes[0].patches) == 2
     with pytest.raises(ValueError, match="rows has no timed row"):
         times_figure(rows.iloc[:1])
+
+
+@pytest.mark.parametrize("draw", [roofline_figure, ladder_figure])
+def test_two_runs_in_one_frame_are_refused_by_name(frame, draw):
+    runs = pd.concat([frame, frame], ignore_index=True)
+    with pytest.raises(ValueError, match=r"'simple' at \(8,33,64,8192\) bf16 twice"):
+        draw(runs)
 
 
 def test_figures_need_attention_rows(frame):

@@ -47,6 +47,11 @@ def roofline_figure(frame: pd.DataFrame) -> tuple[Figure, str]:
     figure, alt_text
         Right of the ridge a shape is bound by arithmetic, left of it by memory. The
         distance up to the roof is what a version leaves on the table.
+
+    Raises
+    ------
+    ValueError
+        If no version of `verify_attn` was timed, or one twice at a shape.
     """
     ax = blank_axes(9.5, 6)
     ax.set_xscale("log")
@@ -129,6 +134,11 @@ def ladder_figure(frame: pd.DataFrame) -> tuple[Figure, str]:
         A marker is the burst rate, the line from it ends at the sustained one. The
         rates of a bf16 product in the same run are upright lines: dashed the burst,
         dotted the sustained one.
+
+    Raises
+    ------
+    ValueError
+        If no version of `verify_attn` was timed, or one twice at a shape.
     """
     figure = Figure(figsize=(12.5, 5.2), layout="constrained", facecolor="white")
     left, right = figure.subplots(1, 2, width_ratios=[1.6, 1])
@@ -225,7 +235,14 @@ def _timed(frame: pd.DataFrame, stage: str, regime: str, memory: str) -> pd.Data
     keep = frame["us"] > 0
     for column, value in wanted.items():
         keep &= frame[column] == value
-    return frame[keep]
+    rows = frame[keep]
+    twice = rows[rows.duplicated(["version", "shape"])]
+    if not twice.empty:
+        version, shape = twice.iloc[0][["version", "shape"]]
+        raise ValueError(
+            f"frame has {version!r} at {shape} twice; expected the rows of one run"
+        )
+    return rows
 
 
 def _attention_rows(frame: pd.DataFrame, regime: str = "burst") -> pd.DataFrame:
