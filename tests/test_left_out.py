@@ -185,6 +185,13 @@ def test_a_shape_without_all_variants_has_no_parts(tmp_path):
         left_out.parts(frame.iloc[:3])
 
 
+def test_rows_without_a_time_and_of_other_stages_are_no_variants(tmp_path):
+    told = {"version": "whole", "shape": "(1,2,3,40) bf16"}
+    others = [Row("left_out", **told, status="wrong"), Row("splits", **told, us=1)]
+    frame = read_back(tmp_path, [*others, *rows()])
+    assert left_out.parts(frame).sum(axis=1).tolist() == [20, 20]
+
+
 def test_a_shape_timed_twice_is_refused_by_name(tmp_path):
     frame = read_back(tmp_path, [*rows(), *rows()])
     with pytest.raises(ValueError, match=r"'whole' at \(1,2,3,40\) bf16 twice"):
@@ -193,7 +200,7 @@ def test_a_shape_timed_twice_is_refused_by_name(tmp_path):
 
 def test_the_picture_wants_a_bar_and_all_parts(tmp_path):
     parts = left_out.parts(read_back(tmp_path, rows()))
-    for bad in (parts.iloc[:0], parts.iloc[:, 1:]):
+    for bad in (parts.iloc[:0], parts.iloc[:, 1:], parts.assign(more=0)):
         message = re.escape(
             f"shape {bad.shape}; expected a line or more, and 5 columns"
         )
