@@ -448,7 +448,8 @@ def frame(tmp_path_factory):
 
 def test_the_roofline_names_every_shape_and_both_roofs(frame):
     figure, alt_text = roofline_figure(frame)
-    assert "TB/s of a copy" in alt_text and "TFLOP/s of a bf16 product" in alt_text
+    rate = products(frame)["burst"]
+    assert f"TB/s of a copy, {rate:.0f} TFLOP/s of a bf16 product" in alt_text
     written = " ".join(text.get_text() for text in figure.axes[0].texts)
     for shape in {c.shape for c in PLAN if c.stage == "verify_attn"}:
         assert shape.removesuffix(" bf16") in alt_text
@@ -464,12 +465,25 @@ def test_the_ladder_draws_attention_and_trees(frame):
     assert "logits to a tree of 32 nodes" in alt_text and "1024" in alt_text
     heap = next(line for line in right.lines if line.get_label() == "torch + heapq")
     assert heap.get_xdata().tolist() == [32, 64, 256, 1024]
-    product = frame[(frame["stage"] == "ceiling") & (frame["version"] == "matmul")]
+    rates = products(frame)
     dashed = {line.get_linestyle(): line for line in left.lines}
     for regime, dashes in (("burst", "--"), ("sustained", ":")):
-        (rate,) = product.loc[product["regime"] == regime, "tflops"]
+        rate = rates[regime]
         assert list(dashed[dashes].get_xdata()) == [rate, rate]
         assert f"A bf16 product has {rate:.0f} TFLOP/s, {regime}." in alt_text
+    # Named inside the picture, but not between the first shape and the last.
+    (_, over), (_, under) = (text.xy for text in left.texts)
+    bottom, top = left.get_ylim()
+    assert bottom < under < -7 and 0 < over < top
+    assert {text.get_text(): text.xy[0] for text in left.texts} == {
+        f"bf16 product,\n{regime}": rate for regime, rate in rates.items()
+    }
+
+
+def products(frame):
+    """The rate of a bf16 product by regime."""
+    rows = frame[(frame["stage"] == "ceiling") & (frame["version"] == "matmul")]
+    return rows.set_index("regime")["tflops"].to_dict()
 
 
 def test_without_ceilings_no_share_of_a_roof_is_told(frame):
@@ -477,6 +491,16 @@ def test_without_ceilings_no_share_of_a_roof_is_told(frame):
     alt_text = roofline_figure(rows)[1]
     assert "wgmma reaches" in alt_text and "nan" not in alt_text and "%" not in alt_text
     assert "bf16 product" not in ladder_figure(rows)[1]
+
+
+def test_a_ceiling_that_was_not_measured_is_not_drawn(frame):
+    rows = frame.copy()
+    missing = (rows["stage"] == "ceiling") & (rows["version"] == "matmul")
+    rows.loc[missing, ["us", "tflops"]] = np.nan
+    rows.loc[missing, "status"] = "skipped"
+    for draw in (roofline_figure, ladder_figure):
+        alt_text = draw(rows)[1]
+        assert "bf16 product" not in alt_text and "nan" not in alt_text
 
 
 def test_times_leave_out_what_was_not_timed(frame):
