@@ -360,7 +360,9 @@ def own_round(monkeypatch, attends=True, off=(0, 0, 0), spoil=lambda result, cac
     monkeypatch.setattr(cases, "verify_attn", attend)
     monkeypatch.setattr(cases, "Round", HostRound)
     stream = SimpleNamespace(handle=0, synchronize=lambda: None)
-    return cases._own_round(7, 4, 3, 50, attends, SimpleNamespace(stream=stream))
+    # Two accepted rows of 13 move, the second to where the first one was: a cache is
+    # another one after each round.
+    return cases._own_round(13, 4, 3, 50, attends, SimpleNamespace(stream=stream))
 
 
 def test_a_right_round_passes_and_tells_its_attentions_error(monkeypatch):
