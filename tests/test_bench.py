@@ -337,17 +337,25 @@ def to_device(x):
     return np.array(x).view(Device)
 
 
-def own_round(monkeypatch, attends=True, off=(0, 0, 0), spoil=lambda result, cache: 0):
+def own_round(
+    monkeypatch,
+    attends=True,
+    off=(0, 0, 0),
+    spoil=lambda result, cache: 0,
+    writes_once=False,
+):
     """Have a round of three layers checked, on the host.
 
     off : what each layer's attention is off by
     spoil : called with the round's result and cache
+    writes_once : whether only the first round writes its attention
     """
-    off = cycle(off)
+    off, attended = cycle(off), []
 
     def attend(*given, **options):
         out, lse = vectorised.verify_attn(*given, **options)
-        return to_device(out + np.float32(next(off))), to_device(lse)
+        attended.append((to_device(out + np.float32(next(off))), to_device(lse)))
+        return attended[(len(attended) - 1) % 3 if writes_once else -1]
 
     class HostRound(Round):
         def run(self):
@@ -376,6 +384,19 @@ def test_a_right_round_passes_and_tells_its_attentions_error(monkeypatch):
 def test_a_round_whose_first_or_last_layer_is_wrong_is_found(monkeypatch, off):
     with pytest.raises(WrongResult, match="relative error"):
         own_round(monkeypatch, off=off)
+
+
+def test_what_only_the_first_round_writes_is_found(monkeypatch):
+    with pytest.raises(WrongResult, match="not finite"):
+        own_round(monkeypatch, writes_once=True)
+    rounds = []
+
+    def spoil(result, cache):
+        rounds.append(result)
+        result.tree.parents[:] = rounds[0].tree.parents
+
+    with pytest.raises(WrongResult, match="parents differs"):
+        own_round(monkeypatch, spoil=spoil)
 
 
 @pytest.mark.parametrize("fault", ["parents", "bonus", "the cache"])
