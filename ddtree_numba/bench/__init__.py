@@ -220,7 +220,7 @@ def rows_of(case: Case, recorder: Recorder, ceilings: Ceilings) -> Iterator[Row]
 
 
 def load(path: Path) -> pd.DataFrame:
-    """Recorded rows; text that is empty stays text.
+    """Recorded rows of a CSV file; text that is empty stays text.
 
     Raises
     ------
