@@ -401,7 +401,8 @@ def plan(prefix_lens, room, n_rows, row_tiles, n_splits, blocks, lane):
     if (np.float32(more) * most - SPLIT_COST) * np.float32(blocks) <= np.float32(rest):
         return np.int32(rounds + more), np.int32(0), begin, rest
     parts = np.int32(max(div_u32(rest, LEAST * rest_tiles), np.int32(1)))
-    # A multiple of the row tiles if most blocks get work then: no part is of two.
+    # A multiple of the row tiles if most blocks get work then: of equal ones, no part
+    # is of two.
     whole = np.int32(rest_tiles * div_u32(blocks, rest_tiles))
     workers = whole if is_most(whole, blocks) else blocks
     return rounds, np.int32(min(workers, rest_tiles * parts)), begin, rest
