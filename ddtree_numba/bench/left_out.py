@@ -37,6 +37,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from ddtree_numba.bench.rows import of_one_run
 from ddtree_numba.kernels import verify_attn_wgmma
 
 if TYPE_CHECKING:
@@ -188,13 +189,7 @@ def table(frame: pd.DataFrame) -> str:
 
 def _times(frame: pd.DataFrame) -> pd.DataFrame:
     """Medians in microseconds: a line a shape, a column a variant."""
-    rows = frame[(frame["stage"] == "left_out") & (frame["us"] > 0)]
-    twice = rows[rows.duplicated(["shape", "version"])]
-    if not twice.empty:
-        shape, version = twice.iloc[0][["shape", "version"]]
-        raise ValueError(
-            f"frame has {version!r} at {shape} twice; expected the rows of one run"
-        )
+    rows = of_one_run(frame[(frame["stage"] == "left_out") & (frame["us"] > 0)])
     times = rows.pivot(index="shape", columns="version", values="us")
     order = list(dict.fromkeys(rows["shape"]))
     times = times.reindex(index=order, columns=list(VARIANTS)).dropna()

@@ -10,11 +10,14 @@ import platform
 import subprocess
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numba
 import numpy as np
 from numba import cuda
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 class Work(NamedTuple):
@@ -113,6 +116,23 @@ class RowFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def of_one_run(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of one stage, regime and memory, as they are.
+
+    Raises
+    ------
+    ValueError
+        If a version is there twice at a shape.
+    """
+    twice = rows[rows.duplicated(["version", "shape"])]
+    if not twice.empty:
+        version, shape = twice.iloc[0][["version", "shape"]]
+        raise ValueError(
+            f"frame has {version!r} at {shape} twice; expected the rows of one run"
+        )
+    return rows
 
 
 @functools.cache

@@ -231,18 +231,13 @@ def _draw_tree_times(ax: Axes, frame: pd.DataFrame) -> str:
 
 
 def _timed(frame: pd.DataFrame, stage: str, regime: str, memory: str) -> pd.DataFrame:
+    from ddtree_numba.bench.rows import of_one_run  # pictures else need no numba
+
     wanted = {"stage": stage, "regime": regime, "status": "ok", "memory": memory}
     keep = frame["us"] > 0
     for column, value in wanted.items():
         keep &= frame[column] == value
-    rows = frame[keep]
-    twice = rows[rows.duplicated(["version", "shape"])]
-    if not twice.empty:
-        version, shape = twice.iloc[0][["version", "shape"]]
-        raise ValueError(
-            f"frame has {version!r} at {shape} twice; expected the rows of one run"
-        )
-    return rows
+    return of_one_run(frame[keep])
 
 
 def _attention_rows(frame: pd.DataFrame, regime: str = "burst") -> pd.DataFrame:
